@@ -1,0 +1,36 @@
+# quickstart, test, test-slow, lint, format, bench: each sets up .venv by itself when it is missing.
+# PYTHON and TORCH choose the interpreter and the torch to install: make TORCH=torch==2.11.0 PYTHON=python3.12 test
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
+
+.PHONY: quickstart test test-slow lint format bench clean
+
+quickstart: .venv/.ready
+	$(BIN)/python scripts/quickstart.py
+
+test: .venv/.ready
+	$(BIN)/python -m pytest -q
+
+test-slow: .venv/.ready
+	$(BIN)/python -m pytest -q -m slow
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist src/*.egg-info src/yoso_hf/*.so
+
+# the build needs the installed torch's headers, hence no build isolation
+.venv/.ready: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check "setuptools>=77" wheel ninja $(TORCH)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[scripts,dev]"
+	touch $@

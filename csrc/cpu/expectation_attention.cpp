@@ -1,0 +1,250 @@
+// The exact kernel p(x) = (1 - acos(x) / pi)^tau and its backward, in tiles: never an N x M matrix.
+#include "simd.h"
+
+namespace yoso {
+namespace {
+
+// a tile of keys and values (64 columns each) and of weights stays in a 48 KB first-level cache
+constexpr int64_t kTileQueries = 32;
+constexpr int64_t kTileKeys = 64;
+constexpr int64_t kTileSize = kTileQueries * kTileKeys;
+
+// 1 - acos(x) / pi for x clamped to [-1, 1]
+inline double angle_complement(double x) { return 1 - std::acos(std::clamp(x, -1.0, 1.0)) / M_PI; }
+
+// acos(x) / pi = sqrt(1 - x) * polynomial(x) on [0, 1], a minimax fit with an error of 4e-9
+YOSO_INLINE float angle_complement(float x) {
+  const float a = std::min(std::fabs(x), 1.0f);
+  float polynomial = -0.000458837887f;
+  polynomial = polynomial * a + 0.00230629982f;
+  polynomial = polynomial * a - 0.00566877866f;
+  polynomial = polynomial * a + 0.00997439207f;
+  polynomial = polynomial * a - 0.0160150575f;
+  polynomial = polynomial * a + 0.028329346f;
+  polynomial = polynomial * a - 0.0683092674f;
+  polynomial = polynomial * a + 0.499999996f;
+  const float angle = std::sqrt(1.0f - a) * polynomial;
+  return x < 0 ? angle : 1.0f - angle;
+}
+
+// out = base^exponent by squaring; base is overwritten
+template <class T>
+YOSO_INLINE void power(T* base, int64_t exponent, T* out) {
+  for (int64_t i = 0; i < kTileSize; ++i) out[i] = (exponent & 1) ? base[i] : T{1};
+  for (exponent >>= 1; exponent > 0; exponent >>= 1) {
+    for (int64_t i = 0; i < kTileSize; ++i) base[i] *= base[i];
+    if (exponent & 1)
+      for (int64_t i = 0; i < kTileSize; ++i) out[i] *= base[i];
+  }
+}
+
+// A tile's weights p(cosine); base is scratch.
+template <class T>
+YOSO_INLINE void kernel_weights(const T* cosine, int64_t tau, T* base, T* weights) {
+  for (int64_t i = 0; i < kTileSize; ++i) base[i] = angle_complement(cosine[i]);
+  power(base, tau, weights);
+}
+
+// The same, and their slope dp/dx (0 where it diverges) or its lower bound (tau / 2) p.
+template <class T>
+YOSO_INLINE void kernel_slope(const T* cosine, int64_t tau, bool exact, T* base, T* weights, T* slope) {
+  if (!exact) {
+    kernel_weights(cosine, tau, base, weights);
+    for (int64_t i = 0; i < kTileSize; ++i) slope[i] = weights[i] * (static_cast<T>(tau) / 2);
+    return;
+  }
+  for (int64_t i = 0; i < kTileSize; ++i) base[i] = angle_complement(cosine[i]);
+  power(base, tau - 1, slope);
+  for (int64_t i = 0; i < kTileSize; ++i) {
+    weights[i] = slope[i] * angle_complement(cosine[i]);
+    const T square = 1 - cosine[i] * cosine[i];
+    slope[i] = square > 0 ? slope[i] * (static_cast<T>(tau) / static_cast<T>(M_PI)) / std::sqrt(square) : 0;
+  }
+}
+
+// Transposes each tile of kTileKeys rows: to[tile][column][row]; rows past the end are 0.
+template <class T>
+void transpose_tiles(const T* from, int64_t count, int64_t columns, T* to) {
+  for (int64_t first = 0; first < count; first += kTileKeys, to += columns * kTileKeys)
+    for (int64_t r = 0; r < kTileKeys; ++r)
+      for (int64_t c = 0; c < columns; ++c)
+        to[c * kTileKeys + r] = first + r < count ? from[(first + r) * columns + c] : 0;
+}
+
+int64_t whole_tiles(int64_t keys) { return (keys + kTileKeys - 1) / kTileKeys * kTileKeys; }
+
+// out [queries, value_columns] += p(query . key) value, for unit queries and keys transposed by tiles.
+template <class T>
+YOSO_MULTIVERSION void expectation_rows(const T* query, int64_t num_queries, const T* key_tiles, const T* value,
+                                        int64_t num_keys, int64_t columns, int64_t value_columns, int64_t tau, T* out) {
+  alignas(64) T cosine[kTileSize] = {}, base[kTileSize], weights[kTileSize];
+  for (int64_t q = 0; q < num_queries; q += kTileQueries) {
+    const int64_t nq = std::min(kTileQueries, num_queries - q);
+    for (int64_t k = 0; k < num_keys; k += kTileKeys) {
+      const int64_t nk = std::min(kTileKeys, num_keys - k);
+      std::memset(cosine, 0, sizeof(cosine));
+      multiply(nq, kTileKeys, columns, query + q * columns, columns, 1, key_tiles + k * columns, kTileKeys, cosine,
+               kTileKeys);
+      kernel_weights(cosine, tau, base, weights);
+      multiply(nq, value_columns, nk, weights, kTileKeys, 1, value + k * value_columns, value_columns,
+               out + q * value_columns, value_columns);
+    }
+  }
+}
+
+template <class In>
+void expectation_forward(const Tensor& query, const Tensor& key, const Tensor& value, int64_t tau, const Tensor& out) {
+  using T = Accumulator<In>;
+  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), D = query.size(3);
+  const int64_t M = key.size(2), Dv = value.size(3), columns = padded(D), value_columns = padded(Dv);
+  // queries do not interact: few heads are cut into slices of queries, so that every thread has work
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t slices = std::clamp<int64_t>((threads + B * H - 1) / (B * H), 1, (N + kTileQueries - 1) / kTileQueries);
+  const int64_t rows = (N + slices - 1) / slices;
+  torch::stable::parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
+    Buffer<T> queries(rows * columns), keys(M * columns), key_tiles(whole_tiles(M) * columns);
+    Buffer<T> values(M * value_columns), sums(rows * value_columns), lengths(std::max(rows, M));
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t batch = task / slices / H, head = task / slices % H;
+      const int64_t first = task % slices * rows, last = std::min(N, first + rows);
+      if (first >= last) continue;
+      load_rows(rows_of<In>(query), batch, head, first, last, D, queries.data(), columns);
+      normalize_rows(queries.data(), last - first, columns, lengths.data());
+      if (task == begin || task % slices == 0) {
+        load_rows(rows_of<In>(key), batch, head, 0, M, D, keys.data(), columns);
+        normalize_rows(keys.data(), M, columns, lengths.data());
+        transpose_tiles(keys.data(), M, columns, key_tiles.data());
+        load_rows(rows_of<In>(value), batch, head, 0, M, Dv, values.data(), value_columns);
+      }
+      sums.zero();
+      expectation_rows(queries.data(), last - first, key_tiles.data(), values.data(), M, columns, value_columns, tau,
+                       sums.data());
+      store_rows(sums.data(), value_columns, T{1}, mutable_rows_of<In>(out), batch, head, first, last, Dv);
+    }
+  });
+}
+
+// One (batch, head): rows as loaded, unit rows and transposed tiles, and the gradients' sums.
+template <class T>
+struct Head {
+  const int64_t num_queries, num_keys, columns, value_columns;
+  Buffer<T> query, query_inverse, key, key_inverse, key_tiles, value, value_tiles, grad;
+  Buffer<T> grad_query, grad_key, grad_value;
+
+  Head(int64_t num_queries, int64_t num_keys, int64_t columns, int64_t value_columns)
+      : num_queries(num_queries),
+        num_keys(num_keys),
+        columns(columns),
+        value_columns(value_columns),
+        query(num_queries * columns),
+        query_inverse(num_queries),
+        key(num_keys * columns),
+        key_inverse(num_keys),
+        key_tiles(whole_tiles(num_keys) * columns),
+        value(num_keys * value_columns),
+        value_tiles(whole_tiles(num_keys) * value_columns),
+        grad(num_queries * value_columns),
+        grad_query(num_queries * columns),
+        grad_key(num_keys * columns),
+        grad_value(num_keys * value_columns) {}
+};
+
+template <class T>
+YOSO_MULTIVERSION void expectation_gradients(Head<T>& head, int64_t tau, bool exact) {
+  const int64_t D = head.columns, Dv = head.value_columns;
+  alignas(64) T cosine[kTileSize] = {}, base[kTileSize], weights[kTileSize], slope[kTileSize], products[kTileSize] = {};
+  for (int64_t k = 0; k < head.num_keys; k += kTileKeys) {
+    const int64_t nk = std::min(kTileKeys, head.num_keys - k);
+    for (int64_t q = 0; q < head.num_queries; q += kTileQueries) {
+      const int64_t nq = std::min(kTileQueries, head.num_queries - q);
+      const T *query = head.query.data() + q * D, *grad = head.grad.data() + q * Dv;
+      std::memset(cosine, 0, sizeof(cosine));
+      std::memset(products, 0, sizeof(products));
+      multiply(nq, kTileKeys, D, query, D, 1, head.key_tiles.data() + k * D, kTileKeys, cosine, kTileKeys);
+      multiply(nq, kTileKeys, Dv, grad, Dv, 1, head.value_tiles.data() + k * Dv, kTileKeys, products, kTileKeys);
+      kernel_slope(cosine, tau, exact, base, weights, slope);
+      for (int64_t i = 0; i < kTileSize; ++i) slope[i] *= products[i];
+      multiply(nq, D, nk, slope, kTileKeys, 1, head.key.data() + k * D, D, head.grad_query.data() + q * D, D);
+      multiply(nk, D, nq, slope, 1, kTileKeys, query, D, head.grad_key.data() + k * D, D);
+      multiply(nk, Dv, nq, weights, 1, kTileKeys, grad, Dv, head.grad_value.data() + k * Dv, Dv);
+    }
+  }
+}
+
+template <class In>
+void expectation_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, int64_t tau,
+                          bool exact, const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value) {
+  using T = Accumulator<In>;
+  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), D = query.size(3);
+  const int64_t M = key.size(2), Dv = value.size(3), columns = padded(D), value_columns = padded(Dv);
+  torch::stable::parallel_for(0, B * H, 1, [&](int64_t begin, int64_t end) {
+    Head<T> rows(N, M, columns, value_columns);
+    for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
+      const int64_t batch = batch_head / H, head = batch_head % H;
+      load_rows(rows_of<In>(query), batch, head, 0, N, D, rows.query.data(), columns);
+      load_rows(rows_of<In>(key), batch, head, 0, M, D, rows.key.data(), columns);
+      load_rows(rows_of<In>(value), batch, head, 0, M, Dv, rows.value.data(), value_columns);
+      load_rows(rows_of<In>(grad), batch, head, 0, N, Dv, rows.grad.data(), value_columns);
+      normalize_rows(rows.query.data(), N, columns, rows.query_inverse.data());
+      normalize_rows(rows.key.data(), M, columns, rows.key_inverse.data());
+      transpose_tiles(rows.key.data(), M, columns, rows.key_tiles.data());
+      transpose_tiles(rows.value.data(), M, value_columns, rows.value_tiles.data());
+      rows.grad_query.zero();
+      rows.grad_key.zero();
+      rows.grad_value.zero();
+      expectation_gradients(rows, tau, exact);
+      through_normalize(rows.grad_query.data(), rows.query.data(), N, columns, rows.query_inverse.data(), T{1});
+      through_normalize(rows.grad_key.data(), rows.key.data(), M, columns, rows.key_inverse.data(), T{1});
+      store_rows(rows.grad_query.data(), columns, T{1}, mutable_rows_of<In>(grad_query), batch, head, 0, N, D);
+      store_rows(rows.grad_key.data(), columns, T{1}, mutable_rows_of<In>(grad_key), batch, head, 0, M, D);
+      store_rows(rows.grad_value.data(), value_columns, T{1}, mutable_rows_of<In>(grad_value), batch, head, 0, M, Dv);
+    }
+  });
+}
+
+void check_all_rows(const Tensor& query, const Tensor& key, const Tensor& value, int64_t hash_code_len) {
+  check_hash_sizes(1, hash_code_len);
+  STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4, "query and key must have shape [B, H, rows, D]");
+  check_rows(key, "key", query, key.size(2), query.scalar_type());
+  check_rows(value, "value", query, key.size(2), query.scalar_type());
+  STD_TORCH_CHECK(query.size(3) == key.size(3), "query and key must agree in head_dim");
+}
+
+// the choice of backward matters to autograd only
+Tensor expectation_attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value, int64_t hash_code_len,
+                                 bool) {
+  check_all_rows(query, key, value, hash_code_len);
+  Tensor out = empty_heads_last(value, query.size(0), query.size(1), query.size(2), value.size(3));
+  if (out.numel() == 0) return out;
+  const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
+  dispatch_floating(query, [&](auto element) {
+    expectation_forward<decltype(element)>(rows[0], rows[1], rows[2], hash_code_len, out);
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cpu(const Tensor& grad, const Tensor& query,
+                                                                      const Tensor& key, const Tensor& value,
+                                                                      int64_t hash_code_len, bool exact) {
+  check_all_rows(query, key, value, hash_code_len);
+  check_rows(grad, "grad", query, query.size(2), query.scalar_type());
+  STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
+  Tensor grad_query = empty_heads_last(query, query.size(0), query.size(1), query.size(2), query.size(3));
+  Tensor grad_key = empty_heads_last(key, key.size(0), key.size(1), key.size(2), key.size(3));
+  Tensor grad_value = empty_heads_last(value, value.size(0), value.size(1), value.size(2), value.size(3));
+  const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
+  dispatch_floating(query, [&](auto element) {
+    expectation_backward<decltype(element)>(rows[0], rows[1], rows[2], rows[3], hash_code_len, exact, grad_query,
+                                            grad_key, grad_value);
+  });
+  return {grad_query, grad_key, grad_value};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(yoso_hf, CPU, m) {
+  m.impl("expectation_attention", TORCH_BOX(&expectation_attention_cpu));
+  m.impl("expectation_attention_backward", TORCH_BOX(&expectation_attention_backward_cpu));
+}
+
+}  // namespace yoso

@@ -1,0 +1,107 @@
+"""Builds csrc/ into one yoso_hf._C: CPU always, CUDA where nvcc is found. Metadata lives in pyproject.toml.
+
+Environment:
+    YOSO_CUDA        0: leave csrc/cuda out; 1: fail when nvcc is missing; unset: use nvcc where it is found
+    YOSO_CUDA_ARCHS  architectures for nvcc, default "80;86;89;90"; PTX of the last one is added for later GPUs
+    CXX, MAX_JOBS    the usual meaning
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).parent
+# the oldest torch whose stable ABI has parallel_for and const_data_ptr; every later torch loads the binary
+TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+# messages of STD_TORCH_CHECK carry __FILE__: keep the builder's directories out of them
+PREFIX_MAP = f"-ffile-prefix-map={ROOT.resolve()}/="
+
+# vectors wider than the baseline's registers never cross a function's border, whatever -Wpsabi fears
+CXX_FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
+CXX_FLAGS += [TORCH_TARGET, PREFIX_MAP]
+
+
+def find_cuda() -> Path | None:
+    """The CUDA toolkit's root: a directory with bin/nvcc beside include/cuda_runtime.h, or None."""
+    if os.environ.get("YOSO_CUDA") == "0":
+        return None
+    nvcc = shutil.which("nvcc")
+    # nvcc on the PATH may be a wrapper script, so its own location proves nothing
+    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    candidates += [nvcc and Path(nvcc).parent.parent, nvcc and Path(nvcc).resolve().parent.parent]
+    candidates += ["/usr/local/cuda", *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
+    for root in filter(None, candidates):
+        root = Path(root)
+        has_headers = any(root.glob("include/cuda_runtime.h")) or any(
+            root.glob("targets/*/include/cuda_runtime.h")
+        )
+        if (root / "bin" / "nvcc").exists() and has_headers:
+            return root
+    if os.environ.get("YOSO_CUDA") == "1":
+        sys.exit("yoso_hf: YOSO_CUDA=1, but no CUDA toolkit was found; set CUDA_HOME to one")
+    return None
+
+
+class BuildExtension(cpp_extension.BuildExtension):
+    """Adds nvcc objects to the extension: torch's CUDAExtension refuses to build against a CPU-only torch."""
+
+    def build_extensions(self):
+        compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+        if shutil.which(compiler) is None:
+            print(
+                f"yoso_hf: no C++ compiler ({compiler}); installing with the reference path only",
+                file=sys.stderr,
+            )
+            self.extensions.clear()
+            return
+        sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/cuda/*.cu"))
+        cuda = find_cuda() if sources else None
+        if cuda is not None:
+            self.compile_cuda(self.extensions[0], cuda, sources)
+        super().build_extensions()
+
+    def compile_cuda(self, extension, cuda: Path, sources: list[str]):
+        archs = os.environ.get("YOSO_CUDA_ARCHS", "80;86;89;90").replace(".", "").split(";")
+        gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+        gencode.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+        includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+        flags = ["-std=c++20", "-O3", "-lineinfo", "--threads=2", TORCH_TARGET, "-Xcompiler"]
+        flags.append(f"-fPIC,-fvisibility=hidden,{PREFIX_MAP}")
+        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
+        for source in sources:
+            target = str(Path(self.build_temp) / (Path(source).stem + ".cuda.o"))
+            command = [str(cuda / "bin" / "nvcc"), "-c", source, "-o", target, *flags, *gencode, *includes]
+            subprocess.run(command, cwd=ROOT, check=True)
+            extension.extra_objects.append(target)
+        extension.library_dirs += [str(cuda / "lib64"), str(cuda / "targets" / "x86_64-linux" / "lib")]
+        extension.extra_link_args += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+
+    def get_outputs(self):
+        # an extension that was left out has no file
+        return [path for path in super().get_outputs() if Path(path).exists()]
+
+    def copy_extensions_to_source(self):
+        if self.extensions:
+            super().copy_extensions_to_source()
+
+
+extension = cpp_extension.CppExtension(
+    "yoso_hf._C",
+    sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp")),
+    include_dirs=[str(ROOT / "csrc")],
+    depends=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h")),
+    extra_compile_args={"cxx": CXX_FLAGS},
+    py_limited_api=True,
+)
+
+setup(
+    ext_modules=[extension],
+    cmdclass={"build_ext": BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

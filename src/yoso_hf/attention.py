@@ -1,0 +1,155 @@
+"""yoso_attention, the one attention function."""
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .hashing import MAX_HASH_CODE_LEN, HashFunctions
+
+NORMALIZATIONS = ("l2", "sum", None)
+BACKWARDS = ("sampled", "expectation", "exact")
+
+
+def yoso_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    hash_code_len: int = 9,
+    num_hash: int = 32,
+    expectation: bool = False,
+    hash_functions: HashFunctions | None = None,
+    normalization: str | None = "l2",
+    backward: str = "sampled",
+) -> Tensor:
+    """Attention whose weights are collisions of random hash codes, linear in the sequence length (Zeng et al., 2021).
+
+    A key's value is added to a query's output for the share of the hash functions that give both the same code. In
+    expectation that is (1 - acos(x) / pi)^hash_code_len, x the cosine of query and key. Lengths of query and key do
+    not matter; a vector of length zero has cosine 0 with every other.
+
+    Args:
+        query: [B, H, N, D], float16, bfloat16, float32 or float64; N, D >= 1.
+        key: [B, H, M, D].
+        value: [B, H, M, Dv], Dv >= 1.
+        key_mask: bool [B, M], True for a real token; a masked key adds nothing. None: all are real.
+        hash_code_len: tau, bits of a code, 1..16: the higher, the sharper the attention.
+        num_hash: m, the number of hash functions, >= 1: the higher, the less noise, at a cost in proportion.
+        expectation: True for the expectation itself: O(N M) time, O(N + M) memory, no randomness.
+        hash_functions: the hash functions, whose sizes replace num_hash and hash_code_len; None: drawn from torch's
+            global generator.
+        normalization: "l2": output rows have length one, as in the paper; "sum": they are divided by the sum of their
+            weights; None: neither. A row without any weight is zero, and so is its gradient.
+        backward: the gradient of query and key. "sampled": the lower bound (tau / 2) p of the kernel's slope (paper,
+            section 3.2) with p sampled, linear in time; "expectation": the same bound with p exact, O(N M);
+            "exact": the true derivative, only with expectation=True. With expectation=True nothing is sampled, and
+            "sampled" means "expectation". The gradient of value is always the true one.
+
+    Returns:
+        [B, H, N, Dv], in value's dtype.
+
+    Raises:
+        ValueError: an argument out of range, or shapes, dtypes or devices that do not fit; the message names it.
+    """
+    _check(query, key, value, key_mask, normalization, backward, expectation)
+    if hash_functions is not None:
+        _check_hash_functions(hash_functions, query)
+        hash_code_len, num_hash = hash_functions.hash_code_len, hash_functions.num_hash
+    if not 1 <= hash_code_len <= MAX_HASH_CODE_LEN:
+        raise ValueError(f"hash_code_len must be in 1..{MAX_HASH_CODE_LEN}, got {hash_code_len}")
+    if num_hash < 1:
+        raise ValueError(f"num_hash must be at least 1, got {num_hash}")
+
+    out_dtype, head_dim = value.dtype, query.shape[-1]
+    dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if normalization == "sum":
+        value = torch.cat([value, value.new_ones(*value.shape[:-1], 1)], dim=-1)
+    if expectation:
+        if key_mask is not None:
+            # a zero value adds nothing, and a zero key gets no gradient
+            masked = ~key_mask[:, None, :, None]
+            key, value = key.masked_fill(masked, 0), value.masked_fill(masked, 0)
+        out = ops.expectation_attention(query, key, value, hash_code_len, backward == "exact")
+    else:
+        if hash_functions is None:
+            hash_functions = HashFunctions.sample(
+                query.shape[1], head_dim, num_hash, hash_code_len, device=query.device
+            )
+        query_codes = hash_functions.codes(query.detach())
+        key_codes = hash_functions.codes(key.detach(), key_mask)
+        out = ops.sampled_attention(
+            query, key, value, query_codes, key_codes, hash_code_len, backward == "expectation"
+        )
+    return _normalize(out, normalization).to(out_dtype)
+
+
+def _normalize(out: Tensor, normalization: str | None) -> Tensor:
+    if normalization is None:
+        return out
+    # the float32 of a half-precision product is rounded once, at the end
+    wide = out if out.dtype == torch.float64 else out.float()
+    if normalization == "sum":
+        wide, size = wide[..., :-1], wide[..., -1:]
+    else:
+        size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    positive = size > 0
+    # two steps, because the gradient of a quotient that is masked afterwards would be 0 * inf
+    return wide * (positive / torch.where(positive, size, 1))
+
+
+def _check(query, key, value, key_mask, normalization, backward, expectation) -> None:
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have shape [B, H, rows, columns], got {_shape(tensor)}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, but query is on {query.device}: they must share a device"
+            )
+        if tensor.shape[:2] != query.shape[:2]:
+            raise ValueError(
+                f"{name} must have query's batch and heads {_shape(query)[:2]}, got shape {_shape(tensor)}"
+            )
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"key must have query's head_dim {query.shape[3]}, got {key.shape[3]}")
+    if value.shape[2] != key.shape[2]:
+        raise ValueError(f"value must have key's length {key.shape[2]}, got {value.shape[2]}")
+    if key_mask is not None:
+        if key_mask.dtype != torch.bool:
+            raise ValueError(f"key_mask must be bool, True for a real token, got {key_mask.dtype}")
+        if key_mask.shape != (key.shape[0], key.shape[2]):
+            raise ValueError(
+                f"key_mask must have shape [B, M] = {[key.shape[0], key.shape[2]]}, got {_shape(key_mask)}"
+            )
+        if key_mask.device != query.device:
+            raise ValueError(
+                f"key_mask is on {key_mask.device}, but query is on {query.device}: they must share a device"
+            )
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization must be one of {NORMALIZATIONS}, got {normalization!r}")
+    if backward not in BACKWARDS:
+        raise ValueError(f"backward must be one of {BACKWARDS}, got {backward!r}")
+    if backward == "exact" and not expectation:
+        raise ValueError('backward="exact" needs expectation=True: a sampled collision has no derivative')
+
+
+def _check_hash_functions(functions: HashFunctions, query: Tensor) -> None:
+    heads = functions.parameters.shape[0]
+    if (heads, functions.head_dim) != (query.shape[1], query.shape[3]):
+        raise ValueError(
+            f"hash_functions are for {heads} heads of {functions.head_dim}, "
+            f"but query has {query.shape[1]} heads of {query.shape[3]}"
+        )
+    if functions.parameters.device != query.device:
+        raise ValueError(
+            f"hash_functions are on {functions.parameters.device}, but query is on {query.device}: "
+            "they must share a device"
+        )
+
+
+def _shape(x: Tensor) -> list[int]:
+    return list(x.shape)

@@ -1,0 +1,111 @@
+"""Random hash functions whose collision probability is a power of the angle's complement (paper, section 3)."""
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+MAX_HASH_CODE_LEN = 16
+KINDS = ("hadamard", "gaussian")
+
+
+class HashFunctions:
+    """The random functions f_1..f_m of every head, each mapping a vector to a code of tau bits.
+
+    Two vectors at angle a share a code with probability (1 - a / pi)^tau. A bit is the sign of a random
+    projection (a projection of exactly zero gives 0); the length of a vector does not matter. Functions differ by
+    head and are shared by the batch.
+
+    "gaussian" draws every projection's direction from a normal distribution. "hadamard" takes the directions to be
+    the rows of H G H D2 H D1, with H the Walsh-Hadamard matrix, D1 and D2 diagonals of random signs and G a diagonal
+    of normal numbers. Given the rest, each row of H G is a normal vector, and every bit of a code has a G of its own,
+    so the collision probability is exact for any two vectors of any length. (With signs in place of G the rows of
+    one product are orthogonal; a code that takes several of them collides too seldom.) D1 and D2, shared by all
+    bits, only spread the vectors, so that the hash functions of one product are nearly uncorrelated.
+
+    Args:
+        parameters: floating point. "hadamard": shape [num_heads, 2 + tau * ceil(m / P), P], P the transform's size: D1,
+            D2, then the G of every bit (for every P hash functions: [tau, ceil(m / P)], the bit being the slower
+            index). "gaussian": directions, shape [num_heads, tau * m, head_dim], the bit being the slower index.
+        head_dim: length of the vectors, >= 1.
+        num_hash: m, the number of functions, >= 1.
+        hash_code_len: tau, bits of a code, 1..16.
+        kind: "hadamard" or "gaussian".
+    """
+
+    def __init__(
+        self, parameters: Tensor, head_dim: int, num_hash: int, hash_code_len: int, kind: str = "hadamard"
+    ):
+        self.parameters = parameters
+        self.head_dim = head_dim
+        self.num_hash = num_hash
+        self.hash_code_len = hash_code_len
+        self.kind = kind
+
+    @staticmethod
+    def parameters_shape(
+        num_heads: int, head_dim: int, num_hash: int, hash_code_len: int, kind: str = "hadamard"
+    ) -> tuple[int, int, int]:
+        """The shape of `parameters`.
+
+        Raises:
+            ValueError: a size below 1, a hash_code_len outside 1..16 or an unknown kind.
+        """
+        sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_hash": num_hash}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if not 1 <= hash_code_len <= MAX_HASH_CODE_LEN:
+            raise ValueError(f"hash_code_len must be in 1..{MAX_HASH_CODE_LEN}, got {hash_code_len}")
+        if kind == "gaussian":
+            return (num_heads, hash_code_len * num_hash, head_dim)
+        if kind == "hadamard":
+            # the hash functions of a smaller transform are correlated, which raises the estimate's variance
+            size = max(32, 1 << (head_dim - 1).bit_length())
+            return (num_heads, 2 + hash_code_len * -(-num_hash // size), size)
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+
+    @classmethod
+    def sample(
+        cls,
+        num_heads: int,
+        head_dim: int,
+        num_hash: int,
+        hash_code_len: int,
+        *,
+        kind: str = "hadamard",
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+    ) -> "HashFunctions":
+        """Draws fresh functions.
+
+        Args:
+            num_heads: number of heads, each with functions of its own, >= 1.
+            head_dim: length of the vectors, >= 1.
+            num_hash: m, functions of one head, >= 1.
+            hash_code_len: tau, bits of a code, 1..16.
+            kind: "hadamard" or "gaussian".
+            generator: source of randomness, on `device`; None: torch's global generator of that device.
+            device: where the parameters are drawn and kept; None: torch's default.
+
+        Raises:
+            ValueError: a size out of range or an unknown kind.
+        """
+        shape = cls.parameters_shape(num_heads, head_dim, num_hash, hash_code_len, kind)
+        parameters = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+        if kind == "hadamard":
+            parameters[:, :2].sign_()
+        return cls(parameters, head_dim, num_hash, hash_code_len, kind)
+
+    def codes(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The codes of vectors.
+
+        Args:
+            x: vectors, floating point, shape [B, H, N, D].
+            mask: bool, shape [B, N], False for vectors that belong to no bucket; None: all belong.
+
+        Returns:
+            Codes in [0, 2**tau), and -1 where the mask is False; shape [B, H, m, N], int16 for tau <= 15, else int32.
+        """
+        hash_op = ops.hash_gaussian if self.kind == "gaussian" else ops.hash_hadamard
+        return hash_op(x, self.parameters.float(), mask, self.num_hash, self.hash_code_len)

@@ -1,0 +1,149 @@
+"""The operators torch.ops.yoso_hf.*: schemas, which kernel runs, fake and autograd registrations.
+
+The extension yoso_hf._C registers kernels for CPU and CUDA; where there is none, reference.py runs, which also says
+what each operator computes. The schemas stand here rather than in C++ so that they exist without the extension too.
+
+Letters in shapes: B batch, H heads, N queries, M keys, D head_dim, Dv value columns, m num_hash, tau hash_code_len.
+Outputs of shape [B, H, rows, columns] have the memory order [B, rows, H, columns]: merging the heads is a view.
+"""
+
+import importlib
+import logging
+import os
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+SCHEMAS = {
+    "hash_hadamard": "(Tensor x, Tensor parameters, Tensor? mask, int num_hash, int hash_code_len) -> Tensor",
+    "hash_gaussian": "(Tensor x, Tensor parameters, Tensor? mask, int num_hash, int hash_code_len) -> Tensor",
+    "sampled_attention": "(Tensor query, Tensor key, Tensor value, Tensor query_codes, Tensor key_codes, "
+    "int hash_code_len, bool expectation_backward) -> Tensor",
+    "sampled_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor query_codes, "
+    "Tensor key_codes, int hash_code_len) -> (Tensor, Tensor)",
+    "expectation_attention": "(Tensor query, Tensor key, Tensor value, int hash_code_len, bool exact_backward) -> Tensor",
+    "expectation_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, int hash_code_len, "
+    "bool exact) -> (Tensor, Tensor, Tensor)",
+}
+
+
+def compiled_backends() -> set[str]:
+    """Which of "cpu" and "cuda" have compiled kernels; the reference runs on every other device."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {name for name in ("cpu", "cuda") if has_kernel("yoso_hf::sampled_attention", name.upper())}
+
+
+def _load_extension() -> None:
+    if os.environ.get("YOSO_REFERENCE") == "1":
+        return
+    try:
+        # by name: code that is saved with a checkpoint must not be found to need a compiled file
+        importlib.import_module("yoso_hf._C")
+    except ImportError as error:
+        logging.getLogger(__name__).warning(
+            "no compiled extension (%s): the slower reference path runs", error
+        )
+
+
+def _empty_heads_last(like: Tensor, rows: int, columns: int) -> Tensor:
+    return like.new_empty(like.shape[0], rows, like.shape[1], columns).transpose(1, 2)
+
+
+def _fake_hash(x, parameters, mask, num_hash, hash_code_len):  # noqa: ARG001
+    dtype = torch.int16 if hash_code_len <= 15 else torch.int32
+    return x.new_empty(x.shape[0], x.shape[1], num_hash, x.shape[2], dtype=dtype)
+
+
+def _fake_sampled(query, key, value, query_codes, key_codes, hash_code_len, expectation_backward):  # noqa: ARG001
+    return _empty_heads_last(value, query_codes.shape[3], value.shape[3])
+
+
+def _fake_sampled_backward(grad, query, key, value, query_codes, key_codes, hash_code_len):  # noqa: ARG001
+    return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key))
+
+
+def _fake_expectation(query, key, value, hash_code_len, exact_backward):  # noqa: ARG001
+    return _empty_heads_last(value, query.shape[2], value.shape[3])
+
+
+def _fake_expectation_backward(grad, query, key, value, hash_code_len, exact):  # noqa: ARG001
+    return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
+
+
+def _save_sampled(ctx, inputs, output):  # noqa: ARG001
+    *tensors, ctx.hash_code_len, ctx.expectation_backward = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _sampled_gradients(ctx, grad):
+    query, key, value, query_codes, key_codes = ctx.saved_tensors
+    grad_query = grad_key = grad_value = None
+    if ctx.needs_input_grad[2]:
+        # the output is linear in value: its transpose adds up by query codes and reads by key codes
+        grad_value = sampled_attention(key, query, grad, key_codes, query_codes, ctx.hash_code_len, False)
+    if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+        if ctx.expectation_backward:
+            # masked keys, which are in no bucket, must not come back through the exact sum
+            outside = key_codes[:, :, 0, :, None] < 0
+            key, value = key.masked_fill(outside, 0), value.masked_fill(outside, 0)
+            grad_query, grad_key, _ = expectation_attention_backward(
+                grad, query, key, value, ctx.hash_code_len, False
+            )
+        else:
+            grad_query, grad_key = sampled_attention_backward(
+                grad, query, key, value, query_codes, key_codes, ctx.hash_code_len
+            )
+    return grad_query, grad_key, grad_value, None, None, None, None
+
+
+def _save_expectation(ctx, inputs, output):  # noqa: ARG001
+    *tensors, ctx.hash_code_len, ctx.exact_backward = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _expectation_gradients(ctx, grad):
+    gradients = expectation_attention_backward(
+        grad, *ctx.saved_tensors, ctx.hash_code_len, ctx.exact_backward
+    )
+    return *gradients, None, None
+
+
+def _register() -> torch.library.Library | None:
+    if hasattr(torch.ops.yoso_hf, "sampled_attention"):
+        # another copy of this module, such as one that came with a checkpoint, has registered them
+        return None
+    library = torch.library.Library("yoso_hf", "DEF")
+    fakes = {
+        "hash_hadamard": _fake_hash,
+        "hash_gaussian": _fake_hash,
+        "sampled_attention": _fake_sampled,
+        "sampled_attention_backward": _fake_sampled_backward,
+        "expectation_attention": _fake_expectation,
+        "expectation_attention_backward": _fake_expectation_backward,
+    }
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema)
+        # kernels of a backend take precedence over this key
+        library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"yoso_hf::{name}", fakes[name], lib=library)
+    torch.library.register_autograd(
+        "yoso_hf::sampled_attention", _sampled_gradients, setup_context=_save_sampled, lib=library
+    )
+    torch.library.register_autograd(
+        "yoso_hf::expectation_attention", _expectation_gradients, setup_context=_save_expectation, lib=library
+    )
+    return library
+
+
+_load_extension()
+# kept: the operators live as long as the library object
+_library = _register()
+
+hash_hadamard = torch.ops.yoso_hf.hash_hadamard.default
+hash_gaussian = torch.ops.yoso_hf.hash_gaussian.default
+sampled_attention = torch.ops.yoso_hf.sampled_attention.default
+sampled_attention_backward = torch.ops.yoso_hf.sampled_attention_backward.default
+expectation_attention = torch.ops.yoso_hf.expectation_attention.default
+expectation_attention_backward = torch.ops.yoso_hf.expectation_attention_backward.default

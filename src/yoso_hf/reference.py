@@ -1,0 +1,272 @@
+"""The operators in plain PyTorch: their definition, for any device and for float16 to float64.
+
+Linear where the operators are: the sampled ones never form an N x M tensor, the exact ones work in blocks.
+Tensors: query [B, H, N, D], key [B, H, M, D], value [B, H, M, Dv], grad [B, H, N, Dv] (the gradient of the output,
+before its normalisation), query_codes [B, H, m, N], key_codes [B, H, m, M] (-1: in no bucket). With x the cosine of a query and a key, the kernel is p(x) = (1 - acos(x) / pi)^tau (paper, section 3); a vector of length
+zero has cosine 0 with everything and gets no gradient. Everything is computed in at least float32.
+"""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+# rows of one block of the exact operators
+BLOCK = 256
+# rows of a bucket that the sampled backward multiplies at a time: near the size of a usual bucket
+TILE = 8
+
+
+def hash_hadamard(
+    x: Tensor, parameters: Tensor, mask: Tensor | None, num_hash: int, hash_code_len: int
+) -> Tensor:
+    """Codes by signs of H G H D2 H D1 x; see HashFunctions."""
+    size = parameters.shape[-1]
+    x = torch.nn.functional.pad(_accumulator(x), (0, size - x.shape[-1]))
+    signs, scales = parameters.to(x.dtype)[:, None].split([2, parameters.shape[1] - 2], dim=2)
+    rotated = _hadamard(_hadamard(x * signs[:, :, 0]) * signs[:, :, 1])
+    groups = -(-num_hash // size)
+    codes = 0
+    for bit in range(hash_code_len):
+        rows = [_hadamard(rotated * scales[:, :, bit * groups + group]) for group in range(groups)]
+        codes = codes + ((torch.cat(rows, dim=-1)[..., :num_hash] > 0).int() << bit)
+    return _finish_codes(codes, mask, hash_code_len)
+
+
+def hash_gaussian(
+    x: Tensor, parameters: Tensor, mask: Tensor | None, num_hash: int, hash_code_len: int
+) -> Tensor:
+    """Codes by signs of projections on given directions; see HashFunctions."""
+    x = _accumulator(x)
+    codes = 0
+    for bit, directions in enumerate(parameters.to(x.dtype).split(num_hash, dim=1)):
+        codes = codes + ((x @ directions.transpose(-1, -2) > 0).int() << bit)
+    return _finish_codes(codes, mask, hash_code_len)
+
+
+def sampled_attention(
+    query: Tensor,  # noqa: ARG001
+    key: Tensor,  # noqa: ARG001
+    value: Tensor,
+    query_codes: Tensor,
+    key_codes: Tensor,
+    hash_code_len: int,
+    expectation_backward: bool,  # noqa: ARG001
+) -> Tensor:
+    """Mean over the hash functions of the sum of the values in each query's bucket (paper, Algorithm 1).
+
+    query, key and expectation_backward matter to the gradient only, which ops.py registers.
+    """
+    source = _accumulator(value).flatten(0, 1)
+    out = 0
+    for query_rows, key_rows, num_rows in _bucket_rows(query_codes, key_codes, hash_code_len):
+        out = out + _through_buckets(source, key_rows, query_rows, num_rows)
+    return _heads_last((out / query_codes.shape[2]).unflatten(0, value.shape[:2]).to(value.dtype))
+
+
+def sampled_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_codes: Tensor,
+    key_codes: Tensor,
+    hash_code_len: int,
+) -> tuple[Tensor, Tensor]:
+    """Gradient of query and key: the lower bound dp/dx >= (tau / 2) p, with p sampled (paper, section 3.2).
+
+    For unit rows, grad_query_i = tau / (2 m) grad_i^T (sum of value_j key_j^T over the keys in i's bucket), summed over
+    the hash functions; and the like for keys, with queries and their output's gradient in the bucket.
+    """
+    unit_query, unit_key, grad_rows, source = (
+        _unit_rows(query),
+        _unit_rows(key),
+        _accumulator(grad),
+        _accumulator(value),
+    )
+    grad_query, grad_key = torch.zeros_like(unit_query), torch.zeros_like(unit_key)
+    for head in itertools.product(range(query.shape[0]), range(query.shape[1])):
+        q, k, g, v = unit_query[head], unit_key[head], grad_rows[head], source[head]
+        for query_code, key_code in zip(query_codes[head], key_codes[head], strict=True):
+            queries, keys = _tiles(query_code), _tiles(key_code)
+            _add_bucket_products(grad_query[head], g, queries, v, k, keys)
+            _add_bucket_products(grad_key[head], v, keys, g, q, queries)
+    scale = hash_code_len / (2 * query_codes.shape[2])
+    return _through_unit_rows(query, grad_query * scale), _through_unit_rows(key, grad_key * scale)
+
+
+def expectation_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hash_code_len: int,
+    exact_backward: bool,  # noqa: ARG001
+) -> Tensor:
+    """The expectation of sampled attention, p(query . key) value, in blocks (YOSO-E in the paper).
+
+    exact_backward matters to the gradient only, which ops.py registers.
+    """
+    unit_query, unit_key, source = _unit_rows(query), _unit_rows(key), _accumulator(value)
+    out = source.new_zeros(*query.shape[:-1], value.shape[-1])
+    for rows, columns in _blocks(query.shape[2], key.shape[2]):
+        weights, _ = _kernel(
+            unit_query[:, :, rows] @ unit_key[:, :, columns].transpose(-1, -2), hash_code_len
+        )
+        out[:, :, rows] += weights @ source[:, :, columns]
+    return _heads_last(out.to(value.dtype))
+
+
+def expectation_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hash_code_len: int,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of query, key and value of the exact operator, in blocks.
+
+    exact: True for dp/dx itself (0 where it diverges, at |x| = 1), False for its lower bound (tau / 2) p.
+    """
+    unit_query, unit_key = _unit_rows(query), _unit_rows(key)
+    grad_rows, source = _accumulator(grad), _accumulator(value)
+    grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (unit_query, unit_key, source))
+    for rows, columns in _blocks(query.shape[2], key.shape[2]):
+        q, k, g, v = (
+            unit_query[:, :, rows],
+            unit_key[:, :, columns],
+            grad_rows[:, :, rows],
+            source[:, :, columns],
+        )
+        weights, slope = _kernel(q @ k.transpose(-1, -2), hash_code_len, exact)
+        slope = slope * (g @ v.transpose(-1, -2))
+        grad_query[:, :, rows] += slope @ k
+        grad_key[:, :, columns] += slope.transpose(-1, -2) @ q
+        grad_value[:, :, columns] += weights.transpose(-1, -2) @ g
+    return (
+        _through_unit_rows(query, grad_query),
+        _through_unit_rows(key, grad_key),
+        _heads_last(grad_value.to(value.dtype)),
+    )
+
+
+def _accumulator(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _heads_last(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    """The Walsh-Hadamard transform of the last dimension, unnormalised."""
+    shape, half = x.shape, 1
+    while half < shape[-1]:
+        x = x.unflatten(-1, (-1, 2, half))
+        x = torch.stack((x[..., 0, :] + x[..., 1, :], x[..., 0, :] - x[..., 1, :]), dim=-2).reshape(shape)
+        half *= 2
+    return x
+
+
+def _finish_codes(codes: Tensor, mask: Tensor | None, hash_code_len: int) -> Tensor:
+    codes = codes.transpose(-1, -2).to(torch.int16 if hash_code_len <= 15 else torch.int32)
+    if mask is not None:
+        codes = codes.masked_fill(~mask[:, None, None], -1)
+    return codes.contiguous()
+
+
+def _bucket_rows(query_codes: Tensor, key_codes: Tensor, hash_code_len: int):
+    """For each hash function: every query's and key's row [B * H, N] in one table of all buckets, and its size.
+
+    Row 0 belongs to the codes that are in no bucket.
+    """
+    batch_heads = query_codes.shape[0] * query_codes.shape[1]
+    first = (torch.arange(batch_heads, device=query_codes.device) << hash_code_len)[:, None] + 1
+    num_rows = (batch_heads << hash_code_len) + 1
+    for query_code, key_code in zip(query_codes.unbind(2), key_codes.unbind(2), strict=True):
+        rows = (torch.where(c < 0, 0, first + c) for c in (query_code.flatten(0, 1), key_code.flatten(0, 1)))
+        yield *rows, num_rows
+
+
+def _through_buckets(source: Tensor, source_rows: Tensor, target_rows: Tensor, num_rows: int) -> Tensor:
+    """Adds source [B * H, M, C] to a table by row and reads the table by row: [B * H, N, C]."""
+    table = source.new_zeros(num_rows, source.shape[-1]).index_add_(
+        0, source_rows.flatten(), source.flatten(0, 1)
+    )
+    table[0] = 0
+    return table[target_rows]
+
+
+def _tiles(codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cuts every bucket's rows into tiles of TILE rows, the last one padded.
+
+    Returns the rows by code, each one's place in the tiles, and each tile's code.
+    """
+    order = codes.argsort(stable=True)
+    order = order[codes[order] >= 0]
+    buckets, counts = codes[order].unique_consecutive(return_counts=True)
+    tiles = -(-counts // TILE)
+    first_place = (tiles.cumsum(0) - tiles) * TILE - (counts.cumsum(0) - counts)
+    places = first_place.repeat_interleave(counts) + torch.arange(len(order), device=codes.device)
+    return order, places, buckets.repeat_interleave(tiles)
+
+
+def _add_bucket_products(
+    out: Tensor, left: Tensor, left_tiles, right: Tensor, third: Tensor, right_tiles
+) -> None:
+    """out_i += left_i^T (sum of right_j third_j^T over the rows j in i's bucket)."""
+
+    def gather(x, tiles):
+        order, places, codes = tiles
+        return (
+            x.new_zeros(len(codes) * TILE, x.shape[-1])
+            .index_copy_(0, places, x[order])
+            .unflatten(0, (-1, TILE))
+        )
+
+    order, places, left_codes = left_tiles
+    buckets, bucket_of_tile = right_tiles[2].unique_consecutive(return_inverse=True)
+    if len(order) == 0 or len(buckets) == 0:
+        return
+    products = gather(right, right_tiles).mT @ gather(third, right_tiles)
+    sums = products.new_zeros(len(buckets), *products.shape[1:]).index_add_(0, bucket_of_tile, products)
+    bucket = torch.searchsorted(buckets, left_codes).clamp(max=len(buckets) - 1)
+    found = (buckets[bucket] == left_codes)[:, None, None]
+    out[order] += (gather(left, left_tiles) @ sums[bucket] * found).flatten(0, 1)[places]
+
+
+def _blocks(num_queries: int, num_keys: int):
+    for row in range(0, num_queries, BLOCK):
+        for column in range(0, num_keys, BLOCK):
+            yield slice(row, row + BLOCK), slice(column, column + BLOCK)
+
+
+def _kernel(cosine: Tensor, hash_code_len: int, exact: bool = False) -> tuple[Tensor, Tensor]:
+    """p(x), and dp/dx or its lower bound."""
+    cosine = cosine.clamp(-1, 1)
+    base = 1 - cosine.acos() / math.pi
+    weights = base**hash_code_len
+    if not exact:
+        return weights, weights * (hash_code_len / 2)
+    sine = (1 - cosine.square()).sqrt()
+    slope = base ** (hash_code_len - 1) * (hash_code_len / math.pi) / sine
+    return weights, torch.where(sine > 0, slope, 0)
+
+
+def _inverse_length(x: Tensor) -> Tensor:
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.where(length > 0, 1 / length, 0)
+
+
+def _unit_rows(x: Tensor) -> Tensor:
+    x = _accumulator(x)
+    return x * _inverse_length(x)
+
+
+def _through_unit_rows(x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of x, given that of its rows at length one."""
+    rows = _accumulator(x)
+    inverse_length = _inverse_length(rows)
+    unit = rows * inverse_length
+    return _heads_last(((grad - (grad * unit).sum(-1, keepdim=True) * unit) * inverse_length).to(x.dtype))

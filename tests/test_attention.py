@@ -1,0 +1,328 @@
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from yoso_hf import HashFunctions, ops, yoso_attention
+
+BOTH = pytest.mark.parametrize("expectation", [False, True])
+
+
+def inputs(B=2, H=3, N=20, M=25, D=16, Dv=12, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    return tuple(torch.randn(B, H, *size, dtype=dtype) for size in ((N, D), (M, D), (M, Dv)))
+
+
+def gradients(arguments, out_grad, **options):
+    arguments = [x.detach().clone().requires_grad_() for x in arguments]
+    out = yoso_attention(*arguments, **options)
+    return out.detach(), *torch.autograd.grad(out, arguments, out_grad)
+
+
+def pair_at(cosine, dim, rows):
+    """rows queries and one key each, [1, 1, rows, dim], all at the given cosine."""
+    query, other = torch.randn(2, 1, 1, rows, dim, dtype=torch.float64)
+    query /= query.norm(dim=-1, keepdim=True)
+    other -= (other * query).sum(-1, keepdim=True) * query
+    return query, cosine * query + math.sqrt(1 - cosine**2) * other / other.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "gaussian"])
+@pytest.mark.parametrize("hash_code_len", [8, 9, 12])
+@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("cosine", [-0.5, 0.0, 0.5, 0.9])
+def test_sampled_mean_is_the_expectation_for_output_and_gradients(cosine, dim, hash_code_len, kind):
+    """Over fresh hash functions, within 4 standard errors.
+
+    Every head is a replica with hash functions of its own, hence an independent draw. Each quantity is projected
+    on a random direction, so that it gives one number a head.
+    """
+    torch.manual_seed(hash_code_len * dim)
+    heads, rows, columns = 256, 12, 5
+    query, key = pair_at(cosine, dim, rows)
+    value, grad = torch.randn(2, 1, 1, rows, columns, dtype=torch.float64)
+    replicas = [x.float().expand(1, heads, -1, -1) for x in (query, key, value, grad)]
+    directions = [torch.randn_like(x.float()) for x in (grad, query, key, value)]
+    draws = []
+    for _ in range(4):
+        functions = HashFunctions.sample(heads, dim, 32, hash_code_len, kind=kind)
+        results = gradients(replicas[:3], replicas[3], hash_functions=functions, normalization=None)
+        draws.append([(r * d).sum(dim=(0, 2, 3)) for r, d in zip(results, directions, strict=True)])
+    exact = gradients(
+        (query, key, value), grad, hash_code_len=hash_code_len, expectation=True, normalization=None
+    )
+    for index, name in enumerate(("output", "grad_query", "grad_key", "grad_value")):
+        sample = torch.cat([draw[index] for draw in draws]).double()
+        expected = (exact[index] * directions[index]).sum()
+        error = sample.std() / math.sqrt(len(sample))
+        assert abs(sample.mean() - expected) < 4 * error, name
+
+
+@BOTH
+def test_masked_keys_add_nothing_and_get_no_gradient(expectation):
+    query, key, value = inputs()
+    key_mask = torch.rand(2, 25) > 0.4
+    options = {"expectation": expectation}
+    if not expectation:
+        options["hash_functions"] = HashFunctions.sample(3, 16, 64, 4)
+    grad = torch.randn(2, 3, 20, 12)
+    results = gradients((query, key, value), grad, key_mask=key_mask, **options)
+
+    other_key, other_value = key.clone(), value.clone()
+    masked = ~key_mask[:, None, :, None].expand(-1, 3, -1, -1)
+    other_key[masked.expand_as(key)] = 1e4
+    other_value[masked.expand_as(value)] = -1e4
+    others = gradients((query, other_key, other_value), grad, key_mask=key_mask, **options)
+    for one, other in zip(results, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert results[2][masked.expand_as(key)].eq(0).all()
+    assert results[3][masked.expand_as(value)].eq(0).all()
+    assert results[2].ne(0).any()
+
+    for row in range(2):
+        keep = key_mask[row]
+        alone = yoso_attention(
+            query[row : row + 1], key[row : row + 1, :, keep], value[row : row + 1, :, keep], **options
+        )
+        torch.testing.assert_close(results[0][row : row + 1], alone, rtol=1e-5, atol=1e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("normalization", ["l2", "sum", None])
+def test_a_row_without_keys_is_zero_and_so_is_its_gradient(expectation, normalization):
+    query, key, value = inputs()
+    key_mask = torch.ones(2, 25, dtype=torch.bool)
+    key_mask[1] = False
+    out, *grads = gradients(
+        (query, key, value),
+        torch.randn(2, 3, 20, 12),
+        key_mask=key_mask,
+        expectation=expectation,
+        normalization=normalization,
+    )
+    for result in (out, *grads):
+        assert result[1].eq(0).all()
+        assert result[0].ne(0).any()
+        assert result.isfinite().all()
+
+
+@BOTH
+@pytest.mark.parametrize("backward", ["sampled", "expectation", "exact"])
+@pytest.mark.parametrize("normalization", ["l2", "sum", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_nan_for_equal_zero_opposite_tiny_and_huge_vectors(expectation, backward, normalization, dtype):
+    if backward == "exact" and not expectation:
+        pytest.skip("refused")
+    torch.manual_seed(0)
+    query = torch.randn(1, 2, 12, 8)
+    query[:, :, 1] = 0
+    query[:, :, 2] *= 1e-4
+    query[:, :, 3] *= 1e4
+    query[:, :, 4] = -query[:, :, 5]
+    query[:, :, 6:8] = query[:, :, 8:9]
+    query = query.to(dtype)
+    value = torch.randn(1, 2, 12, 8).to(dtype)
+    value[:, :, 0] = 0
+    for key in (query, -query, torch.zeros_like(query)):
+        options = {"expectation": expectation, "backward": backward, "normalization": normalization}
+        for result in gradients((query, key, value), torch.randn(1, 2, 12, 8).to(dtype), **options):
+            assert result.isfinite().all()
+
+
+@BOTH
+def test_one_token(expectation):
+    query, _, _ = inputs(1, 2, 1, 1, 8, 8)
+    value = torch.randn(1, 2, 1, 8)
+    out = yoso_attention(query, query, value, expectation=expectation)
+    # the only key is the query itself, of weight one
+    torch.testing.assert_close(out, torch.nn.functional.normalize(value, dim=-1), rtol=1e-5, atol=1e-6)
+    out = yoso_attention(query, query, value, expectation=expectation, normalization="sum")
+    torch.testing.assert_close(out, value, rtol=1e-5, atol=1e-6)
+
+
+def test_expectation_is_the_formula_under_each_normalization():
+    query, key, value = inputs(dtype=torch.float64)
+    normalize = torch.nn.functional.normalize
+    cosine = normalize(query, dim=-1) @ normalize(key, dim=-1).mT
+    weights = (1 - cosine.acos() / torch.pi) ** 5
+    expected = {
+        None: weights @ value,
+        "l2": normalize(weights @ value, dim=-1),
+        "sum": (weights / weights.sum(-1, keepdim=True)) @ value,
+    }
+    for normalization, out in expected.items():
+        got = yoso_attention(
+            query, key, value, hash_code_len=5, expectation=True, normalization=normalization
+        )
+        torch.testing.assert_close(got, out)
+
+
+def test_sum_normalization_of_the_sampled_mode_averages_values():
+    query, key, value = inputs()
+    constant = torch.full_like(value, 3.0)
+    out = yoso_attention(query, key, constant, hash_code_len=1, num_hash=16, normalization="sum")
+    torch.testing.assert_close(out, torch.full_like(out, 3.0))
+
+
+@pytest.mark.parametrize("normalization", ["l2", "sum", None])
+def test_exact_backward_passes_gradcheck_with_mask(normalization):
+    query, key, value = (x.requires_grad_() for x in inputs(2, 1, 4, 5, 3, 2, dtype=torch.float64))
+    key_mask = torch.tensor([[True] * 5, [True, False, True, False, True]])
+
+    def attention(*tensors):
+        return yoso_attention(
+            *tensors,
+            key_mask,
+            hash_code_len=3,
+            expectation=True,
+            normalization=normalization,
+            backward="exact",
+        )
+
+    assert torch.autograd.gradcheck(attention, (query, key, value))
+
+
+def test_expectation_backward_of_the_sampled_mode_is_the_exact_sum_for_query_and_key():
+    query, key, value = inputs()
+    key_mask = torch.rand(2, 25) > 0.4
+    grad = torch.randn(2, 3, 20, 12)
+    functions = HashFunctions.sample(3, 16, 8, 5)
+    options = {"key_mask": key_mask, "normalization": None}
+    mixed = gradients((query, key, value), grad, hash_functions=functions, backward="expectation", **options)
+    exact = gradients((query, key, value), grad, hash_code_len=5, expectation=True, **options)
+    sampled = gradients((query, key, value), grad, hash_functions=functions, **options)
+    for index in (1, 2):
+        torch.testing.assert_close(mixed[index], exact[index])
+        assert not torch.allclose(mixed[index], sampled[index])
+    for index in (0, 3):
+        assert torch.equal(mixed[index], sampled[index])
+
+
+def test_randomness_comes_from_the_global_generator_and_is_shared_by_the_batch():
+    query, key, value = inputs(1)
+    torch.manual_seed(5)
+    first, second = (yoso_attention(query, key, value, num_hash=4) for _ in range(2))
+    torch.manual_seed(5)
+    assert torch.equal(first, yoso_attention(query, key, value, num_hash=4))
+    assert not torch.equal(first, second)
+    out = yoso_attention(*(x.expand(3, -1, -1, -1) for x in (query, key, value)), num_hash=4)
+    assert torch.equal(out[0], out[1])
+
+
+@BOTH
+def test_half_precision_is_close_to_float32_and_keeps_values_dtype(expectation):
+    torch.manual_seed(0)
+    query, key, value = inputs(D=64, Dv=64)
+    options = {"expectation": expectation}
+    if not expectation:
+        options["hash_functions"] = HashFunctions.sample(3, 64, 512, 3)
+    for dtype, tolerance in ((torch.bfloat16, 0.03), (torch.float16, 0.03)):
+        rounded = [x.to(dtype) for x in (query, key, value)]
+        out = yoso_attention(*rounded, **options)
+        assert out.dtype == dtype
+        wide = yoso_attention(*(x.float() for x in rounded), **options)
+        torch.testing.assert_close(out.float(), wide, rtol=0, atol=tolerance)
+    mixed = yoso_attention(query, key.bfloat16(), value.half(), **options)
+    assert mixed.dtype == torch.float16
+
+
+def test_autocast_and_compile_give_the_eager_result():
+    query, key, value = inputs()
+    functions = HashFunctions.sample(3, 16, 8, 5)
+
+    def attention(query, key, value):
+        return yoso_attention(query, key, value, hash_functions=functions)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(attention(query, key, value), attention(query, key, value))
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    grad = torch.randn(2, 3, 20, 12)
+    expected = gradients((query, key, value), grad, hash_functions=functions)
+    arguments = [x.clone().requires_grad_() for x in (query, key, value)]
+    out = compiled(*arguments)
+    torch.testing.assert_close((out, *torch.autograd.grad(out, arguments, grad)), expected)
+
+
+def peak_memory(num_rows, options, environment):
+    """Peak bytes of forward and backward of 1 x 12 x N x 64, beyond the process with its inputs."""
+    code = f"""
+import resource, torch
+from yoso_hf import yoso_attention
+torch.set_num_threads(2)
+arguments = [torch.randn(1, 12, {num_rows}, 64, requires_grad=True) for _ in range(3)]
+grad = torch.randn(1, 12, {num_rows}, 64)
+small = [torch.randn(1, 12, 64, 64, requires_grad=True) for _ in range(3)]
+yoso_attention(*small, {options}).sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+yoso_attention(*arguments, {options}).backward(grad)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+    environment = {**os.environ, **environment}
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True
+    )
+    return int(run.stdout)
+
+
+@pytest.mark.parametrize("path", ["compiled", pytest.param("reference", marks=pytest.mark.slow)])
+def test_sampled_memory_is_linear(path):
+    if path == "compiled" and not ops.compiled_backends():
+        pytest.skip("no compiled extension")
+    # one hash function: memory does not depend on their number, except for the codes
+    options = "num_hash=1" if path == "reference" else "num_hash=32"
+    environment = {"YOSO_REFERENCE": "1"} if path == "reference" else {}
+    half, full = (peak_memory(rows, options, environment) for rows in (16384, 32768))
+    assert full < 2.2 * half
+
+
+@pytest.mark.parametrize("path", ["compiled", pytest.param("reference", marks=pytest.mark.slow)])
+def test_expectation_at_16384_stays_under_a_gigabyte(path):
+    if path == "compiled" and not ops.compiled_backends():
+        pytest.skip("no compiled extension")
+    environment = {"YOSO_REFERENCE": "1"} if path == "reference" else {}
+    assert peak_memory(16384, "expectation=True", environment) < 1e9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hash_code_len": 0}, "hash_code_len must be in 1..16, got 0"),
+        ({"hash_code_len": 17, "expectation": True}, "hash_code_len must be in 1..16, got 17"),
+        ({"num_hash": 0}, "num_hash must be at least 1, got 0"),
+        (
+            {"query": torch.zeros(3, 20, 16)},
+            r"query must have shape \[B, H, rows, columns\], got \[3, 20, 16\]",
+        ),
+        (
+            {"query": torch.zeros(2, 3, 20, 16, dtype=torch.long)},
+            "query must be floating point, got torch.int64",
+        ),
+        ({"key": torch.zeros(2, 3, 25, 8)}, "key must have query's head_dim 16, got 8"),
+        (
+            {"key": torch.zeros(1, 3, 25, 16)},
+            r"key must have query's batch and heads \[2, 3\], got shape \[1, 3, 25, 16\]",
+        ),
+        ({"value": torch.zeros(2, 3, 24, 12)}, "value must have key's length 25, got 24"),
+        ({"value": torch.zeros(2, 3, 25, 12, device="meta")}, "value is on meta, but query is on cpu"),
+        (
+            {"key_mask": torch.ones(2, 20, dtype=torch.bool)},
+            r"key_mask must have shape \[B, M\] = \[2, 25\], got \[2, 20\]",
+        ),
+        ({"key_mask": torch.ones(2, 25)}, "key_mask must be bool, True for a real token, got torch.float32"),
+        ({"normalization": "softmax"}, "normalization must be one of .*, got 'softmax'"),
+        ({"backward": "linear"}, "backward must be one of .*, got 'linear'"),
+        ({"backward": "exact"}, "needs expectation=True"),
+        (
+            {"hash_functions": HashFunctions.sample(2, 16, 4, 4)},
+            "hash_functions are for 2 heads of 16, but query has 3 heads of 16",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    query, key, value = inputs()
+    arguments = {"query": query, "key": key, "value": value, **change}
+    with pytest.raises(ValueError, match=message):
+        yoso_attention(**arguments)

@@ -1,0 +1,343 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from yoso_hf import HashFunctions, ops, reference
+
+needs_kernels = pytest.mark.skipif("cpu" not in ops.compiled_backends(), reason="no compiled extension")
+
+# B, H, N, M, D, Dv, num_hash, hash_code_len: odd sizes, single elements, a table larger than the rows, full buckets
+SHAPES = [
+    (2, 2, 63, 129, 64, 64, 6, 9),
+    (1, 1, 1, 1, 1, 1, 1, 1),
+    (2, 1, 151, 1, 33, 17, 3, 5),
+    (1, 2, 5, 7, 3, 5, 70, 16),
+    (1, 1, 700, 300, 16, 130, 2, 1),
+    (1, 2, 130, 65, 128, 32, 5, 12),
+]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Fills uninitialised tensors with NaN, so that an element nobody writes fails the comparison."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make(shape, dtype, seed=0):
+    B, H, N, M, D, Dv, num_hash, hash_code_len = shape
+    torch.manual_seed(seed)
+    # [B, rows, H, *] seen as [B, H, rows, *], as a model's projections come
+    query, key = (torch.randn(B, n, H, D).transpose(1, 2).to(dtype) for n in (N, M))
+    value, grad = (torch.randn(B, n, H, Dv).transpose(1, 2).to(dtype) for n in (M, N))
+    functions = HashFunctions.sample(H, D, num_hash, hash_code_len)
+    mask = torch.rand(B, M) > 0.25
+    codes = functions.codes(query), functions.codes(key, mask)
+    return query, key, value, grad, functions, mask, codes
+
+
+def assert_as_close_as_pytorch(got, same_dtype, exact):
+    """The error against float64 is at most twice that of plain PyTorch in the same dtype."""
+    for g, s, e in zip(got, same_dtype, exact, strict=True):
+        assert g.dtype == s.dtype
+        assert g.shape == s.shape
+        bound = 2 * (s.double() - e).abs().max() + 4 * torch.finfo(torch.float32).eps * e.abs().max()
+        error = (g.double() - e).abs().max()
+        assert error <= bound or e.numel() == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["hadamard", "gaussian"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_hash_kernel_equals_reference(shape, dtype, kind):
+    x, _, _, _, _, _, _ = make(shape, dtype)
+    B, H, N, _, D, _, num_hash, hash_code_len = shape
+    functions = HashFunctions.sample(H, D, num_hash, hash_code_len, kind=kind)
+    mask = torch.rand(B, N) > 0.25
+    hash_op = getattr(ops, f"hash_{kind}")
+    definition = getattr(reference, f"hash_{kind}")
+    got = hash_op(x, functions.parameters, mask, num_hash, hash_code_len)
+    expected = definition(x, functions.parameters, mask, num_hash, hash_code_len)
+    # a projection within rounding of zero may fall on either side
+    differing = (got != expected).double().mean().item()
+    assert differing <= (0 if dtype == torch.float64 else 2e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sampled_kernels_are_as_accurate_as_the_reference(shape, dtype):
+    query, key, value, grad, _, _, codes = make(shape, dtype)
+    tau = shape[-1]
+    wide = [x.double() for x in (grad, query, key, value)]
+    assert_as_close_as_pytorch(
+        [ops.sampled_attention(query, key, value, *codes, tau, False)],
+        [reference.sampled_attention(query, key, value, *codes, tau, False)],
+        [reference.sampled_attention(*wide[1:], *codes, tau, False)],
+    )
+    assert_as_close_as_pytorch(
+        ops.sampled_attention_backward(grad, query, key, value, *codes, tau),
+        reference.sampled_attention_backward(grad, query, key, value, *codes, tau),
+        reference.sampled_attention_backward(*wide, *codes, tau),
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_expectation_kernels_are_as_accurate_as_the_reference(shape, dtype, exact):
+    query, key, value, grad, _, _, _ = make(shape, dtype)
+    tau = shape[-1]
+    wide = [x.double() for x in (grad, query, key, value)]
+    assert_as_close_as_pytorch(
+        [ops.expectation_attention(query, key, value, tau, exact)],
+        [reference.expectation_attention(query, key, value, tau, exact)],
+        [reference.expectation_attention(*wide[1:], tau, exact)],
+    )
+    if exact and shape[4] == 1:
+        pytest.skip("cosines of one-dimensional vectors are all 1 or -1, where the slope diverges")
+    assert_as_close_as_pytorch(
+        ops.expectation_attention_backward(grad, query, key, value, tau, exact),
+        reference.expectation_attention_backward(grad, query, key, value, tau, exact),
+        reference.expectation_attention_backward(*wide, tau, exact),
+    )
+
+
+def dense_collisions(query_codes, key_codes):
+    """The weights a query gives to each key, [B, H, N, M], from the codes pair by pair."""
+    equal = (query_codes[..., :, None] == key_codes[..., None, :]) & (key_codes >= 0)[..., None, :]
+    return equal.double().mean(dim=2)
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sampled_operators_equal_the_dense_definition(shape, implementation):
+    """Against the N x M matrix of collisions, which neither implementation forms."""
+    namespace = ops if implementation == "kernel" else reference
+    query, key, value, grad, _, _, codes = make(shape, torch.float64)
+    tau = shape[-1]
+    weights = dense_collisions(*codes)
+    torch.testing.assert_close(
+        namespace.sampled_attention(query, key, value, *codes, tau, False), weights @ value
+    )
+
+    # autograd through the normalisation, for a loss whose gradient in p is grad value^T and dp/dx is (tau / 2) p
+    query, key = query.clone().requires_grad_(), key.clone().requires_grad_()
+    cosine = torch.nn.functional.normalize(query, dim=-1) @ torch.nn.functional.normalize(key, dim=-1).mT
+    slope = weights * (tau / 2) * (grad @ value.mT)
+    expected = torch.autograd.grad((cosine * slope).sum(), (query, key))
+    got = namespace.sampled_attention_backward(grad, query.detach(), key.detach(), value, *codes, tau)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_expectation_operators_equal_autograd_through_the_formula(shape, implementation):
+    namespace = ops if implementation == "kernel" else reference
+    query, key, value, grad, _, _, _ = make(shape, torch.float64)
+    tau = shape[-1]
+    inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+    cosine = (
+        torch.nn.functional.normalize(inputs[0], dim=-1) @ torch.nn.functional.normalize(inputs[1], dim=-1).mT
+    )
+    weights = (1 - cosine.clamp(-1, 1).acos() / torch.pi) ** tau
+    out = weights @ inputs[2]
+    torch.testing.assert_close(namespace.expectation_attention(query, key, value, tau, True), out.detach())
+    if shape[4] > 1:
+        expected = torch.autograd.grad((out * grad).sum(), inputs, retain_graph=True)
+        got = namespace.expectation_attention_backward(grad, query, key, value, tau, True)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-8)
+
+    bound = (cosine * (weights.detach() * (tau / 2) * (grad @ value.mT))).sum()
+    expected = torch.autograd.grad(bound, inputs[:2])
+    got = namespace.expectation_attention_backward(grad, query, key, value, tau, False)
+    torch.testing.assert_close(got[:2], expected)
+
+
+def operator_calls():
+    query, key, value, grad, functions, mask, codes = make((2, 2, 9, 11, 8, 6, 4, 5), torch.float32)
+    gaussian = HashFunctions.sample(2, 8, 4, 5, kind="gaussian")
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    plain = [x.detach() for x in inputs]
+    return {
+        "hash_hadamard": (plain[1], functions.parameters, mask, 4, 5),
+        "hash_gaussian": (plain[0], gaussian.parameters, None, 4, 5),
+        "sampled_attention": (*inputs, *codes, 5, False),
+        "sampled_attention_backward": (grad, *plain, *codes, 5),
+        "expectation_attention": (*inputs, 5, False),
+        "expectation_attention_backward": (grad, *plain, 5, False),
+    }
+
+
+@pytest.mark.parametrize("name", list(ops.SCHEMAS))
+def test_opcheck(name):
+    # opcheck compiles, which refuses the poisoning of memory
+    torch.use_deterministic_algorithms(False)
+    opcheck(getattr(torch.ops.yoso_hf, name).default, operator_calls()[name])
+
+
+def test_exact_backward_passes_gradcheck():
+    torch.manual_seed(0)
+    shapes = (2, 2, 5, 4), (2, 2, 7, 4), (2, 2, 7, 3)
+    query, key, value = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    for tau in (1, 9):
+        assert torch.autograd.gradcheck(
+            lambda *x, tau=tau: ops.expectation_attention(*x, tau, True), (query, key, value)
+        )
+
+
+def test_gradient_of_value_passes_gradcheck():
+    query, key, value, _, _, _, codes = make((2, 2, 6, 5, 4, 3, 8, 2), torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda value: ops.sampled_attention(query, key, value, *codes, 2, False), value.requires_grad_()
+    )
+
+
+def crowded(kind, num_rows):
+    """Keys that fall into few buckets."""
+    torch.manual_seed(3)
+    if kind == "equal":
+        return torch.randn(1, 1, 1, 16).expand(1, 1, num_rows, 16).contiguous()
+    centres = torch.randn(8, 16)
+    return (centres[torch.arange(num_rows) % 8] + 1e-3 * torch.randn(num_rows, 16))[None, None]
+
+
+@pytest.mark.parametrize("kind", ["equal", "clusters"])
+@pytest.mark.parametrize("same_query", [False, True])
+def test_crowded_buckets_take_the_other_order_of_products_with_the_same_result(kind, same_query):
+    key = crowded(kind, 500).double()
+    query = key.clone() if same_query else torch.randn(1, 1, 400, 16, dtype=torch.float64)
+    value, grad = torch.randn(1, 1, 500, 16).double(), torch.randn(1, 1, query.shape[2], 16).double()
+    functions = HashFunctions.sample(1, 16, 3, 4)
+    codes = functions.codes(query), functions.codes(key)
+    got = ops.sampled_attention_backward(grad, query, key, value, *codes, 4)
+    torch.testing.assert_close(got, reference.sampled_attention_backward(grad, query, key, value, *codes, 4))
+
+
+@needs_kernels
+def test_same_bits_whatever_the_number_of_threads():
+    query, key, value, grad, functions, _, codes = make((1, 1, 1000, 900, 64, 64, 8, 6), torch.float32)
+
+    def results():
+        return [
+            functions.codes(query),
+            ops.sampled_attention(query, key, value, *codes, 6, False),
+            *ops.sampled_attention_backward(grad, query, key, value, *codes, 6),
+            ops.expectation_attention(query, key, value, 6, False),
+            *ops.expectation_attention_backward(grad, query, key, value, 6, True),
+        ]
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = results()
+        for number in (2, 3):
+            torch.set_num_threads(number)
+            for one, other in zip(alone, results(), strict=True):
+                assert torch.equal(one, other)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_views_and_expanded_gradients_give_what_copies_give():
+    query, key, value, grad, functions, _, codes = make((2, 2, 40, 50, 24, 20, 4, 3), torch.float32)
+    wide = torch.randn(2, 2, 80, 48)
+    views = {
+        "every other row and column": wide[:, :, ::2, ::2],
+        "transposed": torch.randn(24, 40, 2, 2).permute(3, 2, 1, 0),
+        "expanded": torch.randn(2, 2, 1, 1).expand(2, 2, 40, 24),
+    }
+    for view in views.values():
+        assert torch.equal(functions.codes(view), functions.codes(view.contiguous()))
+        for op, arguments in (
+            (ops.sampled_attention_backward, (*codes, 3)),
+            (ops.expectation_attention_backward, (3, False)),
+        ):
+            got = op(grad, view, key, value, *arguments)
+            expected = op(grad, view.contiguous(), key, value, *arguments)
+            assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+    expanded = torch.ones(1).expand(2, 2, 40, 20)
+    got = ops.sampled_attention_backward(expanded, query, key, value, *codes, 3)
+    expected = ops.sampled_attention_backward(expanded.contiguous(), query, key, value, *codes, 3)
+    assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
+@pytest.mark.parametrize("sizes", [(0, 2, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0)])
+def test_empty_tensors(sizes, implementation):
+    namespace = ops if implementation == "kernel" else reference
+    query, key, value, grad, _, _, codes = make((*sizes, 8, 6, 4, 5), torch.float32)
+    for out in (
+        namespace.sampled_attention(query, key, value, *codes, 5, False),
+        namespace.expectation_attention(query, key, value, 5, False),
+    ):
+        assert out.shape == (*sizes[:3], 6)
+        assert torch.equal(out, torch.zeros_like(out))
+    for gradients in (
+        namespace.sampled_attention_backward(grad, query, key, value, *codes, 5),
+        namespace.expectation_attention_backward(grad, query, key, value, 5, False),
+    ):
+        for gradient, x in zip(gradients, (query, key, value), strict=False):
+            assert torch.equal(gradient, torch.zeros_like(x))
+
+
+@needs_kernels
+def test_kernels_refuse_what_would_read_past_a_buffer():
+    query, key, value, grad, functions, _, codes = make((2, 2, 9, 11, 8, 6, 4, 5), torch.float32)
+    bad_calls = [
+        lambda: ops.sampled_attention(query, key, value[:, :, :-1], *codes, 5, False),
+        lambda: ops.sampled_attention(query, key, value, codes[0][:, :1], codes[1], 5, False),
+        lambda: ops.sampled_attention(query, key, value, codes[0].int(), codes[1].int(), 5, False),
+        lambda: ops.sampled_attention(query, key, value, *codes, 17, False),
+        lambda: ops.sampled_attention_backward(grad, query[..., :-1], key, value, *codes, 5),
+        lambda: ops.sampled_attention_backward(grad.double(), query, key, value, *codes, 5),
+        lambda: ops.expectation_attention(query, key[..., :-1], value, 5, False),
+        lambda: ops.expectation_attention_backward(grad[:, :, :-1], query, key, value, 5, False),
+        lambda: ops.hash_hadamard(query, functions.parameters[:, :-1].contiguous(), None, 4, 5),
+        lambda: ops.hash_hadamard(query, functions.parameters, torch.ones(2, 3, dtype=torch.bool), 4, 5),
+        lambda: ops.hash_gaussian(query, functions.parameters, None, 4, 5),
+    ]
+    for call in bad_calls:
+        with pytest.raises(RuntimeError, match="must"):
+            call()
+
+
+@needs_kernels
+@pytest.mark.parametrize("code", [-2, 32, 1000])
+def test_codes_outside_the_table_belong_to_no_bucket(code):
+    query, key, value, grad, _, _, codes = make((1, 1, 9, 11, 8, 6, 4, 5), torch.float32)
+    masked, outside = codes[1].clone(), codes[1].clone()
+    masked[..., 3], outside[..., 3] = -1, code
+    for op, arguments in (
+        (ops.sampled_attention, lambda c: (query, key, value, codes[0], c, 5, False)),
+        (ops.sampled_attention_backward, lambda c: (grad, query, key, value, codes[0], c, 5)),
+    ):
+        pairs = zip(op(*arguments(masked)), op(*arguments(outside)), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_the_reference_path_runs_without_the_extension():
+    """In a process of its own, since operators are registered once."""
+    code = """
+import torch
+from yoso_hf import HashFunctions, ops, reference
+assert ops.compiled_backends() == set()
+torch.manual_seed(0)
+query, key, value = (torch.randn(1, 2, 30, 8, requires_grad=True) for _ in range(3))
+functions = HashFunctions.sample(2, 8, 4, 5)
+codes = functions.codes(query.detach()), functions.codes(key.detach())
+out = ops.sampled_attention(query, key, value, *codes, 5, False)
+assert torch.equal(out, reference.sampled_attention(query, key, value, *codes, 5, False))
+out.sum().backward()
+assert query.grad.abs().sum() > 0 and value.grad.abs().sum() > 0
+"""
+    environment = {**os.environ, "YOSO_REFERENCE": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
