@@ -38,9 +38,7 @@ def find_cuda() -> Path | None:
     candidates += ["/usr/local/cuda", *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
     for root in filter(None, candidates):
         root = Path(root)
-        has_headers = any(root.glob("include/cuda_runtime.h")) or any(
-            root.glob("targets/*/include/cuda_runtime.h")
-        )
+        has_headers = any(root.glob("include/cuda_runtime.h")) or any(root.glob("targets/*/include/cuda_runtime.h"))
         if (root / "bin" / "nvcc").exists() and has_headers:
             return root
     if os.environ.get("YOSO_CUDA") == "1":

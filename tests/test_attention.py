@@ -51,9 +51,7 @@ def test_sampled_mean_is_the_expectation_for_output_and_gradients(cosine, dim, h
         functions = HashFunctions.sample(heads, dim, 32, hash_code_len, kind=kind)
         results = gradients(replicas[:3], replicas[3], hash_functions=functions, normalization=None)
         draws.append([(r * d).sum(dim=(0, 2, 3)) for r, d in zip(results, directions, strict=True)])
-    exact = gradients(
-        (query, key, value), grad, hash_code_len=hash_code_len, expectation=True, normalization=None
-    )
+    exact = gradients((query, key, value), grad, hash_code_len=hash_code_len, expectation=True, normalization=None)
     for index, name in enumerate(("output", "grad_query", "grad_key", "grad_value")):
         sample = torch.cat([draw[index] for draw in draws]).double()
         expected = (exact[index] * directions[index]).sum()
@@ -154,9 +152,7 @@ def test_expectation_is_the_formula_under_each_normalization():
         "sum": (weights / weights.sum(-1, keepdim=True)) @ value,
     }
     for normalization, out in expected.items():
-        got = yoso_attention(
-            query, key, value, hash_code_len=5, expectation=True, normalization=normalization
-        )
+        got = yoso_attention(query, key, value, hash_code_len=5, expectation=True, normalization=normalization)
         torch.testing.assert_close(got, out)
 
 
@@ -261,9 +257,7 @@ yoso_attention(*arguments, {options}).backward(grad)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
     environment = {**os.environ, **environment}
-    run = subprocess.run(
-        [sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True
-    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
     return int(run.stdout)
 
 

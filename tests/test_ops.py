@@ -125,9 +125,7 @@ def test_sampled_operators_equal_the_dense_definition(shape, implementation):
     query, key, value, grad, _, _, codes = make(shape, torch.float64)
     tau = shape[-1]
     weights = dense_collisions(*codes)
-    torch.testing.assert_close(
-        namespace.sampled_attention(query, key, value, *codes, tau, False), weights @ value
-    )
+    torch.testing.assert_close(namespace.sampled_attention(query, key, value, *codes, tau, False), weights @ value)
 
     # autograd through the normalisation, for a loss whose gradient in p is grad value^T and dp/dx is (tau / 2) p
     query, key = query.clone().requires_grad_(), key.clone().requires_grad_()
@@ -145,9 +143,7 @@ def test_expectation_operators_equal_autograd_through_the_formula(shape, impleme
     query, key, value, grad, _, _, _ = make(shape, torch.float64)
     tau = shape[-1]
     inputs = [x.clone().requires_grad_() for x in (query, key, value)]
-    cosine = (
-        torch.nn.functional.normalize(inputs[0], dim=-1) @ torch.nn.functional.normalize(inputs[1], dim=-1).mT
-    )
+    cosine = torch.nn.functional.normalize(inputs[0], dim=-1) @ torch.nn.functional.normalize(inputs[1], dim=-1).mT
     weights = (1 - cosine.clamp(-1, 1).acos() / torch.pi) ** tau
     out = weights @ inputs[2]
     torch.testing.assert_close(namespace.expectation_attention(query, key, value, tau, True), out.detach())

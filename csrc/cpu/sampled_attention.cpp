@@ -137,9 +137,8 @@ struct Side {
 
   YOSO_INLINE void gather(const int32_t* order, int64_t rows) {
     for (int64_t i = 0; i < rows; ++i) {
-      std::memcpy(tile_unit.data() + i * columns, unit.data() + order[i] * columns, columns * sizeof(T));
-      std::memcpy(tile_other.data() + i * value_columns, other.data() + order[i] * value_columns,
-                  value_columns * sizeof(T));
+      copy_row(tile_unit.data() + i * columns, unit.data() + order[i] * columns, columns);
+      copy_row(tile_other.data() + i * value_columns, other.data() + order[i] * value_columns, value_columns);
     }
     std::memset(tile_sums.data(), 0, rows * columns * sizeof(T));
   }

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <utility>
 
 // Compiles a function for AVX-512, AVX2 and the portable baseline and picks one at run time. Everything it calls in
 // its loops must be YOSO_INLINE, or it would stay at the baseline.
@@ -85,26 +86,42 @@ void store_rows(const T* from, int64_t from_columns, T scale, Rows<Out> rows, in
   }
 }
 
+template <class T>
+YOSO_INLINE T sum_of_lanes(Vector<T> x) {
+  T sum = 0;
+  for (int64_t lane = 0; lane < kLanes<T>; ++lane) sum += x[lane];
+  return sum;
+}
+
 // Scales rows to length one and keeps the inverse lengths; a zero row stays zero, with inverse length 0.
 template <class T>
-void normalize_rows(T* rows, int64_t count, int64_t columns, T* inverse_length) {
+static YOSO_MULTIVERSION void normalize_rows(T* rows, int64_t count, int64_t columns, T* inverse_length) {
   for (int64_t row = 0; row < count; ++row, rows += columns) {
-    T square = 0;
-    for (int64_t c = 0; c < columns; ++c) square += rows[c] * rows[c];
-    T inverse = square > 0 ? 1 / std::sqrt(square) : 0;
-    for (int64_t c = 0; c < columns; ++c) rows[c] *= inverse;
+    Vector<T> squares = {};
+    for (int64_t c = 0; c < columns; c += kLanes<T>) squares += load(rows + c) * load(rows + c);
+    const T square = sum_of_lanes<T>(squares);
+    const T inverse = square > 0 ? 1 / std::sqrt(square) : 0;
+    for (int64_t c = 0; c < columns; c += kLanes<T>) store<T>(rows + c, load(rows + c) * inverse);
     inverse_length[row] = inverse;
   }
 }
 
 // Turns the gradient of unit rows into that of the rows they came from, scaled: (g - (g . u) u) * inverse_length.
 template <class T>
-void through_normalize(T* grad, const T* unit, int64_t count, int64_t columns, const T* inverse_length, T scale) {
+static YOSO_MULTIVERSION void through_normalize(T* grad, const T* unit, int64_t count, int64_t columns,
+                                                const T* inverse_length, T scale) {
   for (int64_t row = 0; row < count; ++row, grad += columns, unit += columns) {
-    T along = 0;
-    for (int64_t c = 0; c < columns; ++c) along += grad[c] * unit[c];
-    for (int64_t c = 0; c < columns; ++c) grad[c] = (grad[c] - along * unit[c]) * inverse_length[row] * scale;
+    Vector<T> products = {};
+    for (int64_t c = 0; c < columns; c += kLanes<T>) products += load(grad + c) * load(unit + c);
+    const T along = sum_of_lanes<T>(products), factor = inverse_length[row] * scale;
+    for (int64_t c = 0; c < columns; c += kLanes<T>)
+      store<T>(grad + c, (load(grad + c) - along * load(unit + c)) * factor);
   }
+}
+
+template <class T>
+YOSO_INLINE void copy_row(T* to, const T* from, int64_t columns) {
+  for (int64_t c = 0; c < columns; c += kLanes<T>) store<T>(to + c, load(from + c));
 }
 
 template <class T>
@@ -153,25 +170,43 @@ YOSO_INLINE void multiply(int64_t I, int64_t J, int64_t K, const T* a, int64_t a
   }
 }
 
+// Adds up the lanes of two vectors of blocks of 2 * Half lanes at a time: the blocks of Half lanes of the result are
+// those of a, then those of b, each folded in two.
+template <int Half, class V, int... I>
+YOSO_INLINE V fold_blocks(V a, V b, std::integer_sequence<int, I...>) {
+  constexpr int L = sizeof...(I);
+  return __builtin_shufflevector(a, b, (I * 2 / L * L + (I % (L / 2)) / Half * 2 * Half + I % Half)...) +
+         __builtin_shufflevector(a, b, (I * 2 / L * L + (I % (L / 2)) / Half * 2 * Half + I % Half + Half)...);
+}
+
+// The sums of the lanes of each of eight vectors.
+template <class T>
+YOSO_INLINE void sums_of_lanes(const Vector<T> (&x)[8], T* sums) {
+  constexpr int L = kLanes<T>;
+  constexpr auto lanes = std::make_integer_sequence<int, L>{};
+  Vector<T> pairs[4], quads[2];
+  for (int i = 0; i < 4; ++i) pairs[i] = fold_blocks<L / 2>(x[2 * i], x[2 * i + 1], lanes);
+  for (int i = 0; i < 2; ++i) quads[i] = fold_blocks<L / 4>(pairs[2 * i], pairs[2 * i + 1], lanes);
+  Vector<T> all = fold_blocks<L / 8>(quads[0], quads[1], lanes);
+  if constexpr (L == 16) all = fold_blocks<1>(all, all, lanes);
+  for (int i = 0; i < 8; ++i) sums[i] = all[i];
+}
+
 template <class T, int R, int C>
 YOSO_INLINE void dot_tile(int64_t columns, const T* a, const T* b, T* c, int64_t c_row) {
-  Vector<T> sum[R][C] = {};
+  Vector<T> sum[8] = {};
   for (int64_t k = 0; k < columns; k += kLanes<T>) {
     Vector<T> row[C];
     for (int v = 0; v < C; ++v) row[v] = load(b + v * columns + k);
     for (int r = 0; r < R; ++r) {
       Vector<T> left = load(a + r * columns + k);
-      for (int v = 0; v < C; ++v) sum[r][v] += left * row[v];
+      for (int v = 0; v < C; ++v) sum[r * C + v] += left * row[v];
     }
   }
+  T sums[8];
+  sums_of_lanes<T>(sum, sums);
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < C; ++v) {
-      T lanes[kLanes<T>];
-      store<T>(lanes, sum[r][v]);
-      for (int64_t half = kLanes<T> / 2; half > 0; half /= 2)
-        for (int64_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];
-      c[r * c_row + v] = lanes[0];
-    }
+    for (int v = 0; v < C; ++v) c[r * c_row + v] = sums[r * C + v];
 }
 
 // c[i][j] = a[i] . b[j], for rows of padded length `columns` that lie one after the other.

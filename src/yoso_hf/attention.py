@@ -41,8 +41,8 @@ def yoso_attention(
             global generator.
         normalization: "l2": output rows have length one, as in the paper; "sum": they are divided by the sum of their
             weights; None: neither. A row without any weight is zero, and so is its gradient.
-        backward: the gradient of query and key. "sampled": the lower bound (tau / 2) p of the kernel's slope (paper,
-            section 3.2) with p sampled, linear in time; "expectation": the same bound with p exact, O(N M);
+        backward: the gradient of query and key. "sampled": the lower bound (tau / 2) p of the kernel's slope,
+            with p sampled, linear in time; "expectation": the same bound with p exact, O(N M);
             "exact": the true derivative, only with expectation=True. With expectation=True nothing is sampled, and
             "sampled" means "expectation". The gradient of value is always the true one.
 
@@ -107,9 +107,7 @@ def _check(query, key, value, key_mask, normalization, backward, expectation) ->
         if not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
         if tensor.device != query.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, but query is on {query.device}: they must share a device"
-            )
+            raise ValueError(f"{name} is on {tensor.device}, but query is on {query.device}: they must share a device")
         if tensor.shape[:2] != query.shape[:2]:
             raise ValueError(
                 f"{name} must have query's batch and heads {_shape(query)[:2]}, got shape {_shape(tensor)}"

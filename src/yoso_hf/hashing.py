@@ -1,4 +1,4 @@
-"""Random hash functions whose collision probability is a power of the angle's complement (paper, section 3)."""
+"""Random hash functions whose collision probability is a power of the angle's complement."""
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ class HashFunctions:
     bits, only spread the vectors, so that the hash functions of one product are nearly uncorrelated.
 
     Args:
-        parameters: floating point. "hadamard": shape [num_heads, 2 + tau * ceil(m / P), P], P the transform's size: D1,
-            D2, then the G of every bit (for every P hash functions: [tau, ceil(m / P)], the bit being the slower
+        parameters: floating point. "hadamard": shape [num_heads, 2 + tau * ceil(m / P), P], P the transform's size:
+            D1, D2, then the G of every bit (for every P hash functions: [tau, ceil(m / P)], the bit being the slower
             index). "gaussian": directions, shape [num_heads, tau * m, head_dim], the bit being the slower index.
         head_dim: length of the vectors, >= 1.
         num_hash: m, the number of functions, >= 1.
@@ -33,9 +33,7 @@ class HashFunctions:
         kind: "hadamard" or "gaussian".
     """
 
-    def __init__(
-        self, parameters: Tensor, head_dim: int, num_hash: int, hash_code_len: int, kind: str = "hadamard"
-    ):
+    def __init__(self, parameters: Tensor, head_dim: int, num_hash: int, hash_code_len: int, kind: str = "hadamard"):
         self.parameters = parameters
         self.head_dim = head_dim
         self.num_hash = num_hash

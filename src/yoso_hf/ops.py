@@ -23,7 +23,8 @@ SCHEMAS = {
     "int hash_code_len, bool expectation_backward) -> Tensor",
     "sampled_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor query_codes, "
     "Tensor key_codes, int hash_code_len) -> (Tensor, Tensor)",
-    "expectation_attention": "(Tensor query, Tensor key, Tensor value, int hash_code_len, bool exact_backward) -> Tensor",
+    "expectation_attention": "(Tensor query, Tensor key, Tensor value, int hash_code_len, bool exact_backward) "
+    "-> Tensor",
     "expectation_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, int hash_code_len, "
     "bool exact) -> (Tensor, Tensor, Tensor)",
 }
@@ -42,9 +43,7 @@ def _load_extension() -> None:
         # by name: code that is saved with a checkpoint must not be found to need a compiled file
         importlib.import_module("yoso_hf._C")
     except ImportError as error:
-        logging.getLogger(__name__).warning(
-            "no compiled extension (%s): the slower reference path runs", error
-        )
+        logging.getLogger(__name__).warning("no compiled extension (%s): the slower reference path runs", error)
 
 
 def _empty_heads_last(like: Tensor, rows: int, columns: int) -> Tensor:
@@ -88,9 +87,7 @@ def _sampled_gradients(ctx, grad):
             # masked keys, which are in no bucket, must not come back through the exact sum
             outside = key_codes[:, :, 0, :, None] < 0
             key, value = key.masked_fill(outside, 0), value.masked_fill(outside, 0)
-            grad_query, grad_key, _ = expectation_attention_backward(
-                grad, query, key, value, ctx.hash_code_len, False
-            )
+            grad_query, grad_key, _ = expectation_attention_backward(grad, query, key, value, ctx.hash_code_len, False)
         else:
             grad_query, grad_key = sampled_attention_backward(
                 grad, query, key, value, query_codes, key_codes, ctx.hash_code_len
@@ -104,9 +101,7 @@ def _save_expectation(ctx, inputs, output):  # noqa: ARG001
 
 
 def _expectation_gradients(ctx, grad):
-    gradients = expectation_attention_backward(
-        grad, *ctx.saved_tensors, ctx.hash_code_len, ctx.exact_backward
-    )
+    gradients = expectation_attention_backward(grad, *ctx.saved_tensors, ctx.hash_code_len, ctx.exact_backward)
     return *gradients, None, None
 
 

@@ -2,8 +2,9 @@
 
 Linear where the operators are: the sampled ones never form an N x M tensor, the exact ones work in blocks.
 Tensors: query [B, H, N, D], key [B, H, M, D], value [B, H, M, Dv], grad [B, H, N, Dv] (the gradient of the output,
-before its normalisation), query_codes [B, H, m, N], key_codes [B, H, m, M] (-1: in no bucket). With x the cosine of a query and a key, the kernel is p(x) = (1 - acos(x) / pi)^tau (paper, section 3); a vector of length
-zero has cosine 0 with everything and gets no gradient. Everything is computed in at least float32.
+before its normalisation), query_codes [B, H, m, N], key_codes [B, H, m, M] (-1: in no bucket). With x the cosine of a
+query and a key, the kernel is p(x) = (1 - acos(x) / pi)^tau (Zeng et al., 2021); a vector of length zero has cosine 0
+with everything and gets no gradient. Everything is computed in at least float32.
 """
 
 import itertools
@@ -18,9 +19,7 @@ BLOCK = 256
 TILE = 8
 
 
-def hash_hadamard(
-    x: Tensor, parameters: Tensor, mask: Tensor | None, num_hash: int, hash_code_len: int
-) -> Tensor:
+def hash_hadamard(x: Tensor, parameters: Tensor, mask: Tensor | None, num_hash: int, hash_code_len: int) -> Tensor:
     """Codes by signs of H G H D2 H D1 x; see HashFunctions."""
     size = parameters.shape[-1]
     x = torch.nn.functional.pad(_accumulator(x), (0, size - x.shape[-1]))
@@ -34,9 +33,7 @@ def hash_hadamard(
     return _finish_codes(codes, mask, hash_code_len)
 
 
-def hash_gaussian(
-    x: Tensor, parameters: Tensor, mask: Tensor | None, num_hash: int, hash_code_len: int
-) -> Tensor:
+def hash_gaussian(x: Tensor, parameters: Tensor, mask: Tensor | None, num_hash: int, hash_code_len: int) -> Tensor:
     """Codes by signs of projections on given directions; see HashFunctions."""
     x = _accumulator(x)
     codes = 0
@@ -54,7 +51,7 @@ def sampled_attention(
     hash_code_len: int,
     expectation_backward: bool,  # noqa: ARG001
 ) -> Tensor:
-    """Mean over the hash functions of the sum of the values in each query's bucket (paper, Algorithm 1).
+    """Mean over the hash functions of the sum of the values in each query's bucket.
 
     query, key and expectation_backward matter to the gradient only, which ops.py registers.
     """
@@ -74,7 +71,7 @@ def sampled_attention_backward(
     key_codes: Tensor,
     hash_code_len: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of query and key: the lower bound dp/dx >= (tau / 2) p, with p sampled (paper, section 3.2).
+    """Gradient of query and key: the authors' lower bound dp/dx >= (tau / 2) p, with p sampled.
 
     For unit rows, grad_query_i = tau / (2 m) grad_i^T (sum of value_j key_j^T over the keys in i's bucket), summed over
     the hash functions; and the like for keys, with queries and their output's gradient in the bucket.
@@ -110,9 +107,7 @@ def expectation_attention(
     unit_query, unit_key, source = _unit_rows(query), _unit_rows(key), _accumulator(value)
     out = source.new_zeros(*query.shape[:-1], value.shape[-1])
     for rows, columns in _blocks(query.shape[2], key.shape[2]):
-        weights, _ = _kernel(
-            unit_query[:, :, rows] @ unit_key[:, :, columns].transpose(-1, -2), hash_code_len
-        )
+        weights, _ = _kernel(unit_query[:, :, rows] @ unit_key[:, :, columns].transpose(-1, -2), hash_code_len)
         out[:, :, rows] += weights @ source[:, :, columns]
     return _heads_last(out.to(value.dtype))
 
@@ -191,9 +186,7 @@ def _bucket_rows(query_codes: Tensor, key_codes: Tensor, hash_code_len: int):
 
 def _through_buckets(source: Tensor, source_rows: Tensor, target_rows: Tensor, num_rows: int) -> Tensor:
     """Adds source [B * H, M, C] to a table by row and reads the table by row: [B * H, N, C]."""
-    table = source.new_zeros(num_rows, source.shape[-1]).index_add_(
-        0, source_rows.flatten(), source.flatten(0, 1)
-    )
+    table = source.new_zeros(num_rows, source.shape[-1]).index_add_(0, source_rows.flatten(), source.flatten(0, 1))
     table[0] = 0
     return table[target_rows]
 
@@ -212,18 +205,12 @@ def _tiles(codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return order, places, buckets.repeat_interleave(tiles)
 
 
-def _add_bucket_products(
-    out: Tensor, left: Tensor, left_tiles, right: Tensor, third: Tensor, right_tiles
-) -> None:
+def _add_bucket_products(out: Tensor, left: Tensor, left_tiles, right: Tensor, third: Tensor, right_tiles) -> None:
     """out_i += left_i^T (sum of right_j third_j^T over the rows j in i's bucket)."""
 
     def gather(x, tiles):
         order, places, codes = tiles
-        return (
-            x.new_zeros(len(codes) * TILE, x.shape[-1])
-            .index_copy_(0, places, x[order])
-            .unflatten(0, (-1, TILE))
-        )
+        return x.new_zeros(len(codes) * TILE, x.shape[-1]).index_copy_(0, places, x[order]).unflatten(0, (-1, TILE))
 
     order, places, left_codes = left_tiles
     buckets, bucket_of_tile = right_tiles[2].unique_consecutive(return_inverse=True)
