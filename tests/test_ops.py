@@ -111,6 +111,37 @@ def test_expectation_kernels_are_as_accurate_as_the_reference(shape, dtype, exac
     )
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_unit_rows_kernels_are_as_accurate_as_the_reference(shape, dtype):
+    _, _, value, grad, _, _, _ = make((*shape[:2], shape[3], *shape[3:]), dtype)
+    value[..., 0, :] = 0
+    exact = reference.unit_rows(value.double())
+    got, same_dtype = ops.unit_rows(value), reference.unit_rows(value)
+    assert_as_close_as_pytorch(got, same_dtype, exact)
+    assert torch.equal(got[0][..., 0, :], torch.zeros_like(got[0][..., 0, :]))
+    assert_as_close_as_pytorch(
+        [ops.unit_rows_backward(grad, *got)],
+        [reference.unit_rows_backward(grad, *same_dtype)],
+        [reference.unit_rows_backward(grad.double(), *exact)],
+    )
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
+def test_unit_rows_and_their_gradient_equal_autograd(implementation):
+    namespace = ops if implementation == "kernel" else reference
+    _, _, x, _, _, _, _ = make((2, 3, 9, 33, 8, 37, 4, 5), torch.float64)
+    x.requires_grad_()
+    expected = torch.nn.functional.normalize(x, dim=-1)
+    unit, inverse_length = namespace.unit_rows(x.detach())
+    torch.testing.assert_close(unit, expected.detach())
+    torch.testing.assert_close(inverse_length, 1 / x.detach().norm(dim=-1))
+    grad = torch.randn_like(x)
+    (gradient,) = torch.autograd.grad(expected, x, grad)
+    torch.testing.assert_close(namespace.unit_rows_backward(grad, unit, inverse_length), gradient)
+
+
 def dense_collisions(query_codes, key_codes):
     """The weights a query gives to each key, [B, H, N, M], from the codes pair by pair."""
     equal = (query_codes[..., :, None] == key_codes[..., None, :]) & (key_codes >= 0)[..., None, :]
@@ -170,6 +201,8 @@ def operator_calls():
         "sampled_attention_backward": (grad, *plain, *codes, 5),
         "expectation_attention": (*inputs, 5, False),
         "expectation_attention_backward": (grad, *plain, 5, False),
+        "unit_rows": (inputs[2],),
+        "unit_rows_backward": (grad, *ops.unit_rows(grad)),
     }
 
 

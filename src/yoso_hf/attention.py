@@ -82,21 +82,18 @@ def yoso_attention(
         out = ops.sampled_attention(
             query, key, value, query_codes, key_codes, hash_code_len, backward == "expectation"
         )
-    return _normalize(out, normalization).to(out_dtype)
+    if normalization == "l2":
+        out, _ = ops.unit_rows(out)
+    elif normalization == "sum":
+        out = _divide_by_last_column(out)
+    return out.to(out_dtype)
 
 
-def _normalize(out: Tensor, normalization: str | None) -> Tensor:
-    if normalization is None:
-        return out
-    # the float32 of a half-precision product is rounded once, at the end
-    wide = out if out.dtype == torch.float64 else out.float()
-    if normalization == "sum":
-        wide, size = wide[..., :-1], wide[..., -1:]
-    else:
-        size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    positive = size > 0
+def _divide_by_last_column(out: Tensor) -> Tensor:
+    out, total = out[..., :-1], out[..., -1:]
+    positive = total > 0
     # two steps, because the gradient of a quotient that is masked afterwards would be 0 * inf
-    return wide * (positive / torch.where(positive, size, 1))
+    return out * (positive / torch.where(positive, total, 1))
 
 
 def _check(query, key, value, key_mask, normalization, backward, expectation) -> None:

@@ -27,6 +27,8 @@ SCHEMAS = {
     "-> Tensor",
     "expectation_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, int hash_code_len, "
     "bool exact) -> (Tensor, Tensor, Tensor)",
+    "unit_rows": "(Tensor x) -> (Tensor, Tensor)",
+    "unit_rows_backward": "(Tensor grad, Tensor unit, Tensor inverse_length) -> Tensor",
 }
 
 
@@ -71,6 +73,15 @@ def _fake_expectation_backward(grad, query, key, value, hash_code_len, exact):  
     return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
 
 
+def _fake_unit_rows(x):
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return _empty_heads_last(x, x.shape[2], x.shape[3]), x.new_empty(x.shape[:3], dtype=dtype)
+
+
+def _fake_unit_rows_backward(grad, unit, inverse_length):  # noqa: ARG001
+    return _empty_heads_last(unit, unit.shape[2], unit.shape[3])
+
+
 def _save_sampled(ctx, inputs, output):  # noqa: ARG001
     *tensors, ctx.hash_code_len, ctx.expectation_backward = inputs
     ctx.save_for_backward(*tensors)
@@ -105,6 +116,14 @@ def _expectation_gradients(ctx, grad):
     return *gradients, None, None
 
 
+def _save_unit_rows(ctx, inputs, output):  # noqa: ARG001
+    ctx.save_for_backward(*output)
+
+
+def _unit_rows_gradient(ctx, grad, _):
+    return unit_rows_backward(grad, *ctx.saved_tensors)
+
+
 def _register() -> torch.library.Library | None:
     if hasattr(torch.ops.yoso_hf, "sampled_attention"):
         # another copy of this module, such as one that came with a checkpoint, has registered them
@@ -117,18 +136,21 @@ def _register() -> torch.library.Library | None:
         "sampled_attention_backward": _fake_sampled_backward,
         "expectation_attention": _fake_expectation,
         "expectation_attention_backward": _fake_expectation_backward,
+        "unit_rows": _fake_unit_rows,
+        "unit_rows_backward": _fake_unit_rows_backward,
     }
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
         # kernels of a backend take precedence over this key
         library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
         torch.library.register_fake(f"yoso_hf::{name}", fakes[name], lib=library)
-    torch.library.register_autograd(
-        "yoso_hf::sampled_attention", _sampled_gradients, setup_context=_save_sampled, lib=library
-    )
-    torch.library.register_autograd(
-        "yoso_hf::expectation_attention", _expectation_gradients, setup_context=_save_expectation, lib=library
-    )
+    gradients = {
+        "sampled_attention": (_save_sampled, _sampled_gradients),
+        "expectation_attention": (_save_expectation, _expectation_gradients),
+        "unit_rows": (_save_unit_rows, _unit_rows_gradient),
+    }
+    for name, (save, gradient) in gradients.items():
+        torch.library.register_autograd(f"yoso_hf::{name}", gradient, setup_context=save, lib=library)
     return library
 
 
@@ -142,3 +164,5 @@ sampled_attention = torch.ops.yoso_hf.sampled_attention.default
 sampled_attention_backward = torch.ops.yoso_hf.sampled_attention_backward.default
 expectation_attention = torch.ops.yoso_hf.expectation_attention.default
 expectation_attention_backward = torch.ops.yoso_hf.expectation_attention_backward.default
+unit_rows = torch.ops.yoso_hf.unit_rows.default
+unit_rows_backward = torch.ops.yoso_hf.unit_rows_backward.default

@@ -73,15 +73,11 @@ def sampled_attention_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradient of query and key: the authors' lower bound dp/dx >= (tau / 2) p, with p sampled.
 
-    For unit rows, grad_query_i = tau / (2 m) grad_i^T (sum of value_j key_j^T over the keys in i's bucket), summed over
-    the hash functions; and the like for keys, with queries and their output's gradient in the bucket.
+    For unit rows, grad_query_i = tau / (2 m) grad_i^T (sum of value_j key_j^T over the keys in i's bucket), summed
+    over the hash functions; and the like for keys, with queries and their output's gradient in the bucket.
     """
-    unit_query, unit_key, grad_rows, source = (
-        _unit_rows(query),
-        _unit_rows(key),
-        _accumulator(grad),
-        _accumulator(value),
-    )
+    unit_query, unit_key = _wide_unit_rows(query), _wide_unit_rows(key)
+    grad_rows, source = _accumulator(grad), _accumulator(value)
     grad_query, grad_key = torch.zeros_like(unit_query), torch.zeros_like(unit_key)
     for head in itertools.product(range(query.shape[0]), range(query.shape[1])):
         q, k, g, v = unit_query[head], unit_key[head], grad_rows[head], source[head]
@@ -104,7 +100,7 @@ def expectation_attention(
 
     exact_backward matters to the gradient only, which ops.py registers.
     """
-    unit_query, unit_key, source = _unit_rows(query), _unit_rows(key), _accumulator(value)
+    unit_query, unit_key, source = _wide_unit_rows(query), _wide_unit_rows(key), _accumulator(value)
     out = source.new_zeros(*query.shape[:-1], value.shape[-1])
     for rows, columns in _blocks(query.shape[2], key.shape[2]):
         weights, _ = _kernel(unit_query[:, :, rows] @ unit_key[:, :, columns].transpose(-1, -2), hash_code_len)
@@ -124,7 +120,7 @@ def expectation_attention_backward(
 
     exact: True for dp/dx itself (0 where it diverges, at |x| = 1), False for its lower bound (tau / 2) p.
     """
-    unit_query, unit_key = _unit_rows(query), _unit_rows(key)
+    unit_query, unit_key = _wide_unit_rows(query), _wide_unit_rows(key)
     grad_rows, source = _accumulator(grad), _accumulator(value)
     grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (unit_query, unit_key, source))
     for rows, columns in _blocks(query.shape[2], key.shape[2]):
@@ -144,6 +140,18 @@ def expectation_attention_backward(
         _through_unit_rows(key, grad_key),
         _heads_last(grad_value.to(value.dtype)),
     )
+
+
+def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of x [B, H, N, D] scaled to length one, and their inverse lengths [B, H, N]; zero and 0 for a zero row."""
+    inverse_length = _inverse_length(_accumulator(x))
+    return _heads_last((x * inverse_length).to(x.dtype)), inverse_length.squeeze(-1)
+
+
+def unit_rows_backward(grad: Tensor, unit: Tensor, inverse_length: Tensor) -> Tensor:
+    """The gradient of x, given that of its rows at length one: (g - (g . u) u) / |x|, and 0 for a zero row."""
+    g, u = _accumulator(grad), _accumulator(unit)
+    return _heads_last(((g - (g * u).sum(-1, keepdim=True) * u) * inverse_length[..., None]).to(unit.dtype))
 
 
 def _accumulator(x: Tensor) -> Tensor:
@@ -246,14 +254,9 @@ def _inverse_length(x: Tensor) -> Tensor:
     return torch.where(length > 0, 1 / length, 0)
 
 
-def _unit_rows(x: Tensor) -> Tensor:
-    x = _accumulator(x)
-    return x * _inverse_length(x)
+def _wide_unit_rows(x: Tensor) -> Tensor:
+    return unit_rows(_accumulator(x))[0]
 
 
 def _through_unit_rows(x: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of x, given that of its rows at length one."""
-    rows = _accumulator(x)
-    inverse_length = _inverse_length(rows)
-    unit = rows * inverse_length
-    return _heads_last(((grad - (grad * unit).sum(-1, keepdim=True) * unit) * inverse_length).to(x.dtype))
+    return unit_rows_backward(grad, *unit_rows(_accumulator(x))).to(x.dtype)
