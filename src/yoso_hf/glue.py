@@ -1,0 +1,309 @@
+"""The nine GLUE tasks: their columns, labels and submission files, read from the hub or from local files."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from .training import write_text
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """One task.
+
+    Args:
+        metric: the GLUE task whose metric scores it.
+        columns: the column of the text, or the two of a pair.
+        labels: the labels' names in the order of their ids; None: a regression.
+        submission: name of the prediction file, without its ending, for each part of the test set.
+        label_column: the column of the labels.
+        names_in_submission: whether predictions are written as labels' names or as their ids.
+        parts: what the validation and test sets are divided into; empty: not divided.
+        score_range: lowest and highest label of a regression.
+    """
+
+    metric: str
+    columns: tuple[str, ...]
+    labels: tuple[str, ...] | None
+    submission: tuple[str, ...]
+    label_column: str = "label"
+    names_in_submission: bool = False
+    parts: tuple[str, ...] = ()
+    score_range: tuple[float, float] = (-math.inf, math.inf)
+
+
+_PAIR = ("sentence1", "sentence2")
+_ENTAILMENT = ("entailment", "not_entailment")
+
+TASKS = {
+    "cola": GlueTask("cola", ("sentence",), ("unacceptable", "acceptable"), ("CoLA",)),
+    "mnli": GlueTask(
+        "mnli",
+        ("premise", "hypothesis"),
+        ("entailment", "neutral", "contradiction"),
+        ("MNLI-m", "MNLI-mm"),
+        names_in_submission=True,
+        parts=("matched", "mismatched"),
+    ),
+    "mrpc": GlueTask("mrpc", _PAIR, ("not_equivalent", "equivalent"), ("MRPC",)),
+    "qnli": GlueTask("qnli", ("question", "sentence"), _ENTAILMENT, ("QNLI",), names_in_submission=True),
+    "qqp": GlueTask("qqp", ("question1", "question2"), ("not_duplicate", "duplicate"), ("QQP",)),
+    "rte": GlueTask("rte", _PAIR, _ENTAILMENT, ("RTE",), names_in_submission=True),
+    "sst2": GlueTask("sst2", ("sentence",), ("negative", "positive"), ("SST-2",)),
+    "stsb": GlueTask("stsb", _PAIR, None, ("STS-B",), score_range=(0.0, 5.0)),
+    "wnli": GlueTask("wnli", _PAIR, ("not_entailment", "entailment"), ("WNLI",)),
+}
+
+_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A data set together with where it came from, for the messages of errors.
+
+    Args:
+        source: the argument and the file, or the hub's data set and split.
+        rows: the data.
+    """
+
+    source: str
+    rows: datasets.Dataset
+
+
+def read_file(argument: str, path: str) -> Table:
+    """Read a local file.
+
+    Args:
+        argument: the argument that named the file.
+        path: a .csv, .json, .jsonl or .parquet file.
+
+    Returns:
+        Its rows.
+
+    Raises:
+        ValueError: the file is missing, empty, of another kind or cannot be read.
+    """
+    source = f"--{argument} {path}"
+    kind = _FORMATS.get(Path(path).suffix.lower())
+    if kind is None:
+        raise ValueError(f"{source}: the file must end in one of {', '.join(_FORMATS)}")
+    if not Path(path).is_file():
+        raise ValueError(f"{source}: no such file")
+    if not Path(path).stat().st_size:
+        raise ValueError(f"{source}: the file is empty")
+    # a text such as "null" or "NA" is a text
+    options = {"keep_default_na": False} if kind == "csv" else {}
+    try:
+        rows = datasets.load_dataset(kind, data_files=str(path), split="train", **options)
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        raise ValueError(f"{source}: no rows can be read as {kind}: {error.__cause__ or error}") from error
+    if not len(rows):
+        raise ValueError(f"{source}: the file holds no rows")
+    return Table(source, rows)
+
+
+def read_hub(task_name: str, splits: Sequence[str]) -> dict[str, Table]:
+    """Read splits of a task from the hub's nyu-mll/glue.
+
+    Args:
+        task_name: one of the nine tasks.
+        splits: train, validation, test, the last two of mnli as validation_matched and so on.
+
+    Returns:
+        The rows by split.
+    """
+    data = datasets.load_dataset("nyu-mll/glue", task_name, split=list(splits))
+    return {
+        split: Table(f"nyu-mll/glue {task_name}, split {split}", rows)
+        for split, rows in zip(splits, data, strict=True)
+    }
+
+
+def infer_task(
+    table: Table,
+    text_columns: Sequence[str],
+    label_column: str,
+    config: PreTrainedConfig | None = None,
+) -> GlueTask:
+    """The task that a file of other than GLUE data poses.
+
+    Args:
+        table: the training data, or without any the data to evaluate or predict.
+        text_columns: one or two columns of text; empty: the first one or two that are not the label.
+        label_column: floats in it make a regression, anything else classes, sorted.
+        config: where to take the labels from when table is not the training data.
+
+    Returns:
+        The task, scored as sst2 or stsb are.
+
+    Raises:
+        ValueError: a column is missing, or there are fewer than two classes.
+    """
+    features = table.rows.features
+    texts = [name for name, feature in features.items() if name != label_column and _is_text(feature)]
+    columns = tuple(text_columns or texts[:2])
+    if not columns:
+        raise ValueError(f"{table.source} has no column of text beside the label; it has {', '.join(features)}")
+    if config is not None:
+        is_regression = config.num_labels == 1
+        labels = tuple(config.id2label[index] for index in range(config.num_labels))
+    else:
+        _check_label_column(table, label_column)
+        is_regression = str(features[label_column].dtype).startswith("float")
+        present = [label for label in table.rows.unique(label_column) if label is not None]
+        labels = tuple(map(str, sorted(present)))
+    if is_regression:
+        return GlueTask("stsb", columns, None, ("predictions",), label_column)
+    if len(labels) < 2:
+        raise ValueError(f"{table.source}: column {label_column!r} must hold two labels or more, got {labels}")
+    return GlueTask("sst2", columns, labels, ("predictions",), label_column, names_in_submission=True)
+
+
+def set_labels(config: PreTrainedConfig, task: GlueTask, task_name: str | None, *, trains: bool) -> None:
+    """Make a configuration's head that of a task, keeping the checkpoint's order of the same labels.
+
+    Args:
+        config: the checkpoint's configuration, changed in place.
+        task: the task.
+        task_name: its name, kept as `finetuning_task`.
+        trains: whether the head will be trained; if not, its labels must be the task's.
+
+    Raises:
+        ValueError: an untrained head has other labels.
+    """
+    labels = task.labels or ("score",)
+    present = [config.id2label[index] for index in range(config.num_labels)]
+    same = {label.lower(): label for label in labels}
+    if sorted(same) == sorted(label.lower() for label in present):
+        labels = [same[label.lower()] for label in present]
+    elif not trains and (len(present) != len(labels) or not all(label.startswith("LABEL_") for label in present)):
+        raise ValueError(
+            f"--model_name_or_path: the checkpoint's labels are {', '.join(present)}, "
+            f"the task's are {', '.join(labels)}; fine-tune it with --do_train"
+        )
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {label: index for index, label in enumerate(labels)}
+    config.problem_type = "regression" if task.labels is None else "single_label_classification"
+    config.finetuning_task = task_name
+
+
+def encode(
+    table: Table,
+    task: GlueTask,
+    label2id: dict[str, int],
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    *,
+    may_be_unlabelled: bool = False,
+    token_type_ids: bool | None = None,
+) -> datasets.Dataset:
+    """Tokens and labels, as Trainer takes them.
+
+    Args:
+        table: the rows.
+        task: their task.
+        label2id: the model's label ids.
+        tokenizer: the model's tokenizer.
+        max_seq_length: tokens after which a text, or the longer one of a pair, is cut.
+        may_be_unlabelled: allow a missing label column, and one that is empty or, as in GLUE's tests, -1.
+        token_type_ids: whether to mark the texts of a pair; None: as the tokenizer does.
+
+    Returns:
+        The encoded rows, with a column `labels` unless they are unlabelled.
+
+    Raises:
+        ValueError: a column is missing or holds no text, or a label is outside the task's.
+    """
+    _check_columns(table, task.columns)
+    for column in task.columns:
+        if not _is_text(table.rows.features[column]):
+            raise ValueError(f"{table.source}: column {column!r} must hold text, got {table.rows.features[column]}")
+        if None in table.rows.unique(column):
+            raise ValueError(f"{table.source}: column {column!r} has rows without a text")
+    labels = _encode_labels(table, task, label2id, may_be_unlabelled)
+
+    def tokenize(batch: dict[str, list]) -> dict[str, list]:
+        return tokenizer(
+            *(batch[column] for column in task.columns),
+            truncation=True,
+            max_length=max_seq_length,
+            return_token_type_ids=token_type_ids,
+        )
+
+    encoded = table.rows.map(
+        tokenize, batched=True, remove_columns=table.rows.column_names, desc=f"Tokenizing {table.source}"
+    )
+    return encoded if labels is None else encoded.add_column("labels", labels)
+
+
+def _is_text(feature: object) -> bool:
+    return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
+
+
+def _check_columns(table: Table, columns: Sequence[str]) -> None:
+    present = table.rows.column_names
+    for column in columns:
+        if column not in present:
+            raise ValueError(f"{table.source} has no column {column!r}; its columns are {', '.join(present)}")
+
+
+def _check_label_column(table: Table, column: str) -> None:
+    _check_columns(table, (column,))
+    if not isinstance(table.rows.features[column], (datasets.Value, datasets.ClassLabel)):
+        raise ValueError(f"{table.source}: column {column!r} must hold one label a row")
+
+
+def _encode_labels(
+    table: Table, task: GlueTask, label2id: dict[str, int], may_be_unlabelled: bool
+) -> list[int] | list[float] | None:
+    if may_be_unlabelled and task.label_column not in table.rows.column_names:
+        return None
+    _check_label_column(table, task.label_column)
+    values = list(table.rows[task.label_column])
+    present = set(values)
+    if task.labels is None:
+        low, high = task.score_range
+        encoding = {
+            value: float(value)
+            for value in present
+            if isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high
+        }
+        allowed = "numbers" if math.isinf(low) else f"numbers from {low:g} to {high:g}"
+    else:
+        ids = {label: label2id[label] for label in task.labels}
+        allowed = ", ".join(task.labels)
+        if task in TASKS.values():
+            ids |= {str(index): label2id[label] for index, label in enumerate(task.labels)}
+            allowed = f"0 to {len(task.labels) - 1} or {allowed}"
+        encoding = {value: ids[str(value)] for value in present if str(value) in ids}
+    if may_be_unlabelled and present <= {-1, None} and not encoding:
+        return None
+    strange = present - encoding.keys()
+    if strange:
+        shown = ", ".join(sorted(map(repr, strange))[:5])
+        raise ValueError(f"{table.source}: column {task.label_column!r} holds {shown}; allowed are {allowed}")
+    return [encoding[value] for value in values]
+
+
+def write_predictions(path: str | Path, predictions: np.ndarray, task: GlueTask, id2label: dict[int, str]) -> None:
+    """Write a test set's predictions in the format of GLUE submissions.
+
+    Args:
+        path: the file, written whole or not at all.
+        predictions: label ids of the model, or scores, [N].
+        task: the task.
+        id2label: the model's labels.
+    """
+    if task.labels is None:
+        values = [f"{score:.3f}" for score in np.clip(predictions, *task.score_range)]
+    else:
+        values = [id2label[int(index)] for index in predictions]
+        if not task.names_in_submission:
+            values = [str(task.labels.index(label)) for label in values]
+    lines = [f"{index}\t{value}" for index, value in enumerate(values)]
+    write_text(path, "\n".join(["index\tprediction", *lines]) + "\n")

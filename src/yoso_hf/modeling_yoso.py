@@ -1,0 +1,712 @@
+"""The YOSO encoder and its heads.
+
+Parameter names and shapes are those of transformers' own Yoso classes, so that checkpoints go both ways.
+Shapes below use B for the batch, N for the tokens of a sequence, H for the heads and D for the width of one.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    MaskedLMOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.processing_utils import Unpack
+from transformers.pytorch_utils import apply_chunking_to_forward
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention import yoso_attention
+from .configuration_yoso import YosoConfig
+from .hashing import HashFunctions
+
+# the first two rows of the position table stand for no position, as in RoBERTa
+POSITION_OFFSET = 2
+IGNORED_LABEL = -100
+
+
+class YosoEmbeddings(nn.Module):
+    """The normalised sum of token, position and token type embeddings."""
+
+    def __init__(self, config: YosoConfig):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(
+            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
+        )
+        self.position_embeddings = nn.Embedding(
+            config.max_position_embeddings + POSITION_OFFSET, config.hidden_size
+        )
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, word_embeddings: Tensor, position_ids: Tensor, token_type_ids: Tensor) -> Tensor:
+        positions = self.position_embeddings(position_ids)
+        token_types = self.token_type_embeddings(token_type_ids)
+        return self.dropout(self.LayerNorm(word_embeddings + positions + token_types))
+
+
+class YosoSelfAttention(nn.Module):
+    """Multi-head YOSO attention, with the convolution of YOSO-C where the configuration asks for it."""
+
+    def __init__(self, config: YosoConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads = config.num_attention_heads
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.num_hash = config.num_hash
+        self.hash_code_len = config.hash_code_len
+        self.hash_kind = "hadamard" if config.use_fast_hash else "gaussian"
+        self.hash_seed = config.hash_seed
+        self.expectation = config.use_expectation
+        self.backward = "sampled" if config.lsh_backward else "expectation"
+
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.conv = None
+        if config.conv_window is not None:
+            self.conv = nn.Conv2d(
+                self.num_heads,
+                self.num_heads,
+                kernel_size=(config.conv_window, 1),
+                padding=(config.conv_window // 2, 0),
+                groups=self.num_heads,
+                bias=False,
+            )
+        seeded = self.hash_seed is not None and not self.expectation
+        hash_parameters = self.seeded_hash_parameters() if seeded else None
+        self.register_buffer("hash_parameters", hash_parameters, persistent=False)
+
+    def sample_hash_functions(
+        self, device: torch.device | str, generator: torch.Generator | None
+    ) -> HashFunctions:
+        sizes = (self.num_heads, self.head_dim, self.num_hash, self.hash_code_len)
+        return HashFunctions.sample(*sizes, kind=self.hash_kind, generator=generator, device=device)
+
+    def seeded_hash_parameters(self) -> Tensor:
+        # torch's CPU generator reads the low 32 bits of a seed: seed and layer have to share them
+        generator = torch.Generator().manual_seed(self.hash_seed * 1_000_003 + self.layer_idx)
+        return self.sample_hash_functions("cpu", generator).parameters
+
+    def hash_functions(self, device: torch.device) -> HashFunctions | None:
+        if self.expectation:
+            return None
+        if self.training or self.hash_parameters is None:
+            return self.sample_hash_functions(device, None)
+        return HashFunctions(
+            self.hash_parameters, self.head_dim, self.num_hash, self.hash_code_len, kind=self.hash_kind
+        )
+
+    @torch.no_grad()
+    def attention_weights(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+        if not self.expectation:
+            raise ValueError(
+                "output_attentions=True needs use_expectation=True, got use_expectation=False: "
+                "sampled attention never forms its weights"
+            )
+        cosine = F.normalize(query.float(), dim=-1) @ F.normalize(key.float(), dim=-1).transpose(-1, -2)
+        weights = (1 - torch.acos(cosine.clamp(-1, 1)) / math.pi) ** self.hash_code_len
+        if key_mask is not None:
+            weights = weights.masked_fill(~key_mask[:, None, None], 0)
+        return weights.to(query.dtype)
+
+    def forward(
+        self, hidden_states: Tensor, key_mask: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+    ) -> tuple[Tensor, Tensor | None]:
+        head_shape = (*hidden_states.shape[:2], self.num_heads, self.head_dim)
+        query = self.query(hidden_states).view(head_shape).transpose(1, 2)
+        key = self.key(hidden_states).view(head_shape).transpose(1, 2)
+        value = self.value(hidden_states).view(head_shape).transpose(1, 2)
+
+        weights = None
+        if kwargs.get("output_attentions", self.config.output_attentions):
+            weights = self.attention_weights(query, key, key_mask)
+        context = yoso_attention(
+            query,
+            key,
+            value,
+            key_mask,
+            hash_code_len=self.hash_code_len,
+            num_hash=self.num_hash,
+            expectation=self.expectation,
+            hash_functions=self.hash_functions(query.device),
+            backward=self.backward,
+        )
+        if self.conv is not None:
+            if key_mask is not None:
+                value = value.masked_fill(~key_mask[:, None, :, None], 0)
+            context = context + self.conv(value)
+        return context.transpose(1, 2).flatten(2), weights
+
+
+class YosoResidual(nn.Module):
+    """A projection, added to the layer's input and normalised."""
+
+    def __init__(self, in_features: int, config: YosoConfig):
+        super().__init__()
+        self.dense = nn.Linear(in_features, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, features: Tensor, residual: Tensor) -> Tensor:
+        return self.LayerNorm(self.dropout(self.dense(features)) + residual)
+
+
+class YosoAttention(nn.Module):
+    """Self-attention and its residual."""
+
+    def __init__(self, config: YosoConfig, layer_idx: int):
+        super().__init__()
+        self.self = YosoSelfAttention(config, layer_idx)
+        self.output = YosoResidual(config.hidden_size, config)
+
+    def forward(
+        self, hidden_states: Tensor, key_mask: Tensor | None, **kwargs: Unpack[TransformersKwargs]
+    ) -> Tensor:
+        context, _ = self.self(hidden_states, key_mask, **kwargs)
+        return self.output(context, hidden_states)
+
+
+class YosoIntermediate(nn.Module):
+    """The widening half of the feed-forward network."""
+
+    def __init__(self, config: YosoConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.activation(self.dense(hidden_states))
+
+
+class YosoLayer(GradientCheckpointingLayer):
+    """Attention and a feed-forward network, both with their residuals."""
+
+    def __init__(self, config: YosoConfig, layer_idx: int):
+        super().__init__()
+        self.chunk_size = config.chunk_size_feed_forward
+        self.attention = YosoAttention(config, layer_idx)
+        self.intermediate = YosoIntermediate(config)
+        self.output = YosoResidual(config.intermediate_size, config)
+
+    def feed_forward(self, hidden_states: Tensor) -> Tensor:
+        return self.output(self.intermediate(hidden_states), hidden_states)
+
+    def forward(
+        self, hidden_states: Tensor, key_mask: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+    ) -> Tensor:
+        hidden_states = self.attention(hidden_states, key_mask, **kwargs)
+        return apply_chunking_to_forward(self.feed_forward, self.chunk_size, 1, hidden_states)
+
+
+class YosoEncoder(nn.Module):
+    """The stack of layers."""
+
+    def __init__(self, config: YosoConfig):
+        super().__init__()
+        self.layer = nn.ModuleList(
+            YosoLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)
+        )
+
+    def forward(
+        self, hidden_states: Tensor, key_mask: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+    ) -> Tensor:
+        for layer in self.layer:
+            hidden_states = layer(hidden_states, key_mask, **kwargs)
+        return hidden_states
+
+
+class YosoPredictionHeadTransform(nn.Module):
+    """What comes between the encoder and the language model's output layer."""
+
+    def __init__(self, config: YosoConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.LayerNorm(self.activation(self.dense(hidden_states)))
+
+
+class YosoLMPredictionHead(nn.Module):
+    """Logits over the vocabulary."""
+
+    def __init__(self, config: YosoConfig):
+        super().__init__()
+        self.transform = YosoPredictionHeadTransform(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        # a second name of decoder.bias, which checkpoints hold
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.decoder(self.transform(hidden_states))
+
+
+class YosoOnlyMLMHead(nn.Module):
+    """The language model's head under the name that checkpoints give it."""
+
+    def __init__(self, config: YosoConfig):
+        super().__init__()
+        self.predictions = YosoLMPredictionHead(config)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.predictions(hidden_states)
+
+
+class YosoClassificationHead(nn.Module):
+    """Logits of a whole sequence, from the hidden state of its first token."""
+
+    def __init__(self, config: YosoConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
+
+    def forward(self, hidden_state: Tensor) -> Tensor:
+        hidden_state = self.activation(self.dense(self.dropout(hidden_state)))
+        return self.out_proj(self.dropout(hidden_state))
+
+
+class YosoPreTrainedModel(PreTrainedModel):
+    """What all YOSO models share: initial weights, loading and saving."""
+
+    config: YosoConfig
+    base_model_prefix = "yoso"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["YosoEmbeddings", "YosoLayer"]
+    _can_record_outputs = {"hidden_states": YosoLayer, "attentions": YosoSelfAttention}
+    # a buffer in checkpoints of old versions of transformers
+    _keys_to_ignore_on_load_unexpected = [r"embeddings\.position_ids$"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, YosoLMPredictionHead):
+            init.zeros_(module.bias)
+        elif isinstance(module, YosoSelfAttention) and module.hash_parameters is not None:
+            init.copy_(module.hash_parameters, module.seeded_hash_parameters())
+
+
+class YosoModel(YosoPreTrainedModel):
+    """The YOSO encoder without a head."""
+
+    def __init__(self, config: YosoConfig):
+        super().__init__(config)
+        # assignments and the overrides of from_pretrained change a configuration after its own checks
+        config.validate()
+        self.embeddings = YosoEmbeddings(config)
+        self.encoder = YosoEncoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding):
+        self.embeddings.word_embeddings = value
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | BaseModelOutput:
+        """Encodes token sequences.
+
+        Args:
+            input_ids: token ids, int64, shape [B, N], N at most max_position_embeddings.
+            attention_mask: bool or integer, shape [B, N], 1 for a real token and 0 for padding on either
+                side; None: all tokens are real.
+            token_type_ids: int64, shape [B, N], in 0..type_vocab_size - 1; None: all 0.
+            position_ids: rows of the position table, int64, shape [B, N], the first token's being 2; None:
+                the real tokens are counted from there.
+            inputs_embeds: token embeddings in place of input_ids, floating point, shape [B, N, hidden_size].
+            **kwargs: output_hidden_states, output_attentions and return_dict. Attentions are the kernel's
+                weights, shape [B, H, N, N], before the context vectors are scaled to unit length; they need
+                use_expectation.
+
+        Returns:
+            BaseModelOutput with last_hidden_state of shape [B, N, hidden_size]; what it holds for padding
+            means nothing.
+
+        Raises:
+            ValueError: both or neither of input_ids and inputs_embeds, a sequence too long, an attention_mask
+                of another shape, type or device, output_attentions without use_expectation.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            given = "neither" if input_ids is None else "both"
+            raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {given}")
+        shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
+        device = input_ids.device if inputs_embeds is None else inputs_embeds.device
+        if shape[1] > self.config.max_position_embeddings:
+            raise ValueError(
+                f"a sequence may have at most max_position_embeddings={self.config.max_position_embeddings} "
+                f"tokens, got {shape[1]}"
+            )
+        key_mask = None
+        if attention_mask is not None:
+            check_attention_mask(attention_mask, shape, device)
+            key_mask = attention_mask.bool()
+        if position_ids is None and key_mask is None:
+            position_ids = torch.arange(POSITION_OFFSET, POSITION_OFFSET + shape[1], device=device)
+        elif position_ids is None:
+            # padding on the left comes before position 0
+            position_ids = (key_mask.cumsum(dim=1) - 1).clamp(min=0) + POSITION_OFFSET
+        if token_type_ids is None:
+            token_type_ids = torch.zeros(shape, dtype=torch.int64, device=device)
+        if inputs_embeds is None:
+            inputs_embeds = self.embeddings.word_embeddings(input_ids)
+
+        hidden_states = self.embeddings(inputs_embeds, position_ids, token_type_ids)
+        return BaseModelOutput(last_hidden_state=self.encoder(hidden_states, key_mask, **kwargs))
+
+
+class YosoForMaskedLM(YosoPreTrainedModel):
+    """YOSO with a masked language modelling head."""
+
+    _tied_weights_keys = {
+        "cls.predictions.decoder.weight": "yoso.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+
+    def __init__(self, config: YosoConfig):
+        super().__init__(config)
+        self.yoso = YosoModel(config)
+        self.cls = YosoOnlyMLMHead(config)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.cls.predictions.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear):
+        bias = new_embeddings.bias
+        if not self.config.tie_word_embeddings:
+            # a checkpoint would hold a shared parameter under one of its two names only
+            bias = nn.Parameter(bias.detach().clone())
+        self.cls.predictions.decoder = new_embeddings
+        self.cls.predictions.bias = bias
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | MaskedLMOutput:
+        """Predicts tokens.
+
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see YosoModel.
+            labels: int64, shape [B, N], the token to predict, or -100 where none is.
+            **kwargs: see YosoModel; num_items_in_batch divides the loss in place of the number of labels.
+
+        Returns:
+            MaskedLMOutput with logits of shape [B, N, vocab_size]; with sparse_prediction and labels they are
+            those of the labelled tokens alone, in order, shape [number of labels, vocab_size]. The loss of a
+            batch without labels is 0.
+        """
+        outputs = self.yoso(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        if labels is not None and self.config.sparse_prediction:
+            labelled = labels != IGNORED_LABEL
+            hidden_states, labels = hidden_states[labelled], labels[labelled]
+        logits = self.cls(hidden_states)
+        loss = None
+        if labels is not None:
+            kwargs["num_items_in_batch"] = count_labels(labels, kwargs.get("num_items_in_batch"))
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class YosoForSequenceClassification(YosoPreTrainedModel):
+    """YOSO with a classification or regression head on the first token."""
+
+    def __init__(self, config: YosoConfig):
+        super().__init__(config)
+        self.yoso = YosoModel(config)
+        self.classifier = YosoClassificationHead(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | SequenceClassifierOutput:
+        """Classifies sequences.
+
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see YosoModel.
+            labels: classes, int64, shape [B]; or floating point, shape [B] for a regression, [B, num_labels]
+                for several classes at once. config.problem_type says which; where it is None, num_labels and
+                the dtype of the labels do.
+            **kwargs: see YosoModel.
+
+        Returns:
+            SequenceClassifierOutput with logits of shape [B, num_labels].
+        """
+        outputs = self.yoso(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.classifier(first_token(outputs.last_hidden_state, attention_mask))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class YosoForMultipleChoice(YosoPreTrainedModel):
+    """YOSO with a head that chooses among several sequences."""
+
+    def __init__(self, config: YosoConfig):
+        super().__init__(config)
+        self.yoso = YosoModel(config)
+        self.pre_classifier = nn.Linear(config.hidden_size, config.hidden_size)
+        self.classifier = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | MultipleChoiceModelOutput:
+        """Scores the choices of every question.
+
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see YosoModel, with a
+                dimension for the choices after the batch: [B, choices, N] where YosoModel has [B, N].
+            labels: int64, shape [B], the right choice.
+            **kwargs: see YosoModel.
+
+        Returns:
+            MultipleChoiceModelOutput with logits of shape [B, choices].
+        """
+        num_choices = input_ids.shape[1] if inputs_embeds is None else inputs_embeds.shape[1]
+        input_ids, attention_mask, token_type_ids, position_ids = (
+            None if tensor is None else tensor.reshape(-1, tensor.shape[-1])
+            for tensor in (input_ids, attention_mask, token_type_ids, position_ids)
+        )
+        if inputs_embeds is not None:
+            inputs_embeds = inputs_embeds.flatten(0, 1)
+        outputs = self.yoso(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        pooled = first_token(outputs.last_hidden_state, attention_mask)
+        logits = self.classifier(F.relu(self.pre_classifier(pooled))).view(-1, num_choices)
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return MultipleChoiceModelOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class YosoForTokenClassification(YosoPreTrainedModel):
+    """YOSO with a classification head on every token."""
+
+    def __init__(self, config: YosoConfig):
+        super().__init__(config)
+        self.yoso = YosoModel(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | TokenClassifierOutput:
+        """Classifies tokens.
+
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see YosoModel.
+            labels: int64, shape [B, N], classes, or -100 where there is none; labels of padding are ignored.
+            **kwargs: see YosoModel; num_items_in_batch divides the loss in place of the number of labels.
+
+        Returns:
+            TokenClassifierOutput with logits of shape [B, N, num_labels]. The loss of a batch without labels
+            is 0.
+        """
+        outputs = self.yoso(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            if attention_mask is not None:
+                labels = labels.masked_fill(~attention_mask.bool(), IGNORED_LABEL)
+            kwargs["num_items_in_batch"] = count_labels(labels, kwargs.get("num_items_in_batch"))
+            loss = self.loss_function(logits, labels, config=self.config, **kwargs)
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class YosoForQuestionAnswering(YosoPreTrainedModel):
+    """YOSO with a head that marks the first and the last token of an answer."""
+
+    def __init__(self, config: YosoConfig):
+        super().__init__(config)
+        self.yoso = YosoModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | QuestionAnsweringModelOutput:
+        """Finds the answer to a question in the text that comes with it.
+
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see YosoModel.
+            start_positions: int64, shape [B], index of the answer's first token; N and above: none, ignored.
+            end_positions: the same of its last token.
+            **kwargs: see YosoModel.
+
+        Returns:
+            QuestionAnsweringModelOutput with start_logits and end_logits of shape [B, N], the lowest number
+            of their dtype at padding.
+        """
+        outputs = self.yoso(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.qa_outputs(outputs.last_hidden_state)
+        if attention_mask is not None:
+            # the loss normalises over the sequence, and padding must have no part in it
+            padding = ~attention_mask.bool().unsqueeze(-1)
+            logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+        start_logits, end_logits = logits.unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+def check_attention_mask(attention_mask: Tensor, shape: torch.Size, device: torch.device) -> None:
+    """Raises ValueError unless the mask is a bool or integer tensor of this shape on this device."""
+    given = type(attention_mask).__name__
+    if isinstance(attention_mask, Tensor):
+        dtype = attention_mask.dtype
+        is_integer = not dtype.is_floating_point and not dtype.is_complex
+        if is_integer and attention_mask.shape == shape and attention_mask.device == device:
+            return
+        given = f"{dtype} of shape {list(attention_mask.shape)} on {attention_mask.device}"
+    raise ValueError(
+        f"attention_mask must be a bool or integer tensor of shape {list(shape)} on {device}, "
+        f"1 for a real token and 0 for padding, got {given}"
+    )
+
+
+def first_token(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The hidden states of every sequence's first real token, shape [B, hidden_size]."""
+    if attention_mask is None:
+        return hidden_states[:, 0]
+    # argmax gives the first of equal maxima, and index 0 where all is padding
+    index = attention_mask.bool().int().argmax(dim=1)
+    return hidden_states[torch.arange(len(index), device=index.device), index]
+
+
+def count_labels(labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """What the sum of the losses is divided by, at least 1: without labels the loss is 0 and not 0 / 0."""
+    if num_items_in_batch is None:
+        return (labels != IGNORED_LABEL).sum().clamp(min=1)
+    return torch.as_tensor(num_items_in_batch).clamp(min=1)
+
+
+__all__ = [
+    "YosoForMaskedLM",
+    "YosoForMultipleChoice",
+    "YosoForQuestionAnswering",
+    "YosoForSequenceClassification",
+    "YosoForTokenClassification",
+    "YosoModel",
+    "YosoPreTrainedModel",
+]

@@ -1,0 +1,318 @@
+"""What the training scripts share: arguments, run directories, and loading a pretrained model."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+from transformers.trainer_callback import TrainerState
+
+RUN_FILE = "run.json"
+
+# the arguments of Trainer that a resumed run must share with the interrupted one
+_TRAINER_CHOICES = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "optim",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "label_smoothing_factor",
+    "bf16",
+    "fp16",
+    "seed",
+    "data_seed",
+)
+
+
+def parse_arguments(argument_types: list[type], argv: list[str] | None = None) -> tuple:
+    """Parse `[config.yaml] [--argument value ...]`; the command line overrides the file.
+
+    Args:
+        argument_types: the dataclasses to fill.
+        argv: the arguments without the program's name; None: those of this process.
+
+    Returns:
+        One instance of each dataclass.
+
+    Raises:
+        ValueError: the file is missing or no mapping, or an argument is unknown.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = HfArgumentParser(
+        argument_types, allow_abbrev=False, usage="%(prog)s [config.yaml] [--argument value ...]"
+    )
+    if argv and not argv[0].startswith("-"):
+        argv = _yaml_arguments(argv[0]) + argv[1:]
+    return parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
+
+
+def _yaml_arguments(path: str) -> list[str]:
+    if not Path(path).is_file():
+        raise ValueError(f"the first argument must be a YAML file or an --argument, got {path!r}: no such file")
+    settings = yaml.safe_load(Path(path).read_text())
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} must hold `argument: value` lines")
+    arguments = []
+    for name, value in settings.items():
+        if isinstance(value, list):
+            arguments += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            arguments.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+    return arguments
+
+
+def describe_run(training_args: TrainingArguments, **choices: Any) -> dict[str, Any]:
+    """What makes two commands the same run: the script's own choices and the optimiser's settings.
+
+    Args:
+        training_args: Trainer's arguments; those that only report or place the run are left out.
+        choices: the script's arguments that decide what is learned; values that JSON can hold.
+
+    Returns:
+        A dictionary that JSON holds unchanged.
+    """
+    trainer_arguments = training_args.to_dict()
+    return choices | {name: trainer_arguments[name] for name in _TRAINER_CHOICES}
+
+
+def find_checkpoint(output_dir: str | os.PathLike, description: dict[str, Any]) -> str | None:
+    """The last complete checkpoint of this run in output_dir, None for a fresh start.
+
+    A checkpoint is complete once its trainer state, which Trainer writes last, can be read.
+
+    Args:
+        output_dir: the run's directory; need not exist.
+        description: what `describe_run` gave.
+
+    Returns:
+        The checkpoint's path, or None.
+
+    Raises:
+        ValueError: the directory holds another run, or files of something else.
+    """
+    folder = Path(output_dir)
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        raise ValueError(f"--output_dir must be a directory, got the file {folder}")
+    if not any(folder.iterdir()):
+        return None
+    if not (folder / RUN_FILE).is_file():
+        raise ValueError(f"--output_dir {folder} holds files but no {RUN_FILE}; choose a new or an empty directory")
+    other = json.loads((folder / RUN_FILE).read_text())
+    differences = [
+        f"{name} is {other.get(name)!r} there and {description.get(name)!r} here"
+        for name in sorted(description.keys() | other.keys())
+        if description.get(name) != other.get(name)
+    ]
+    if differences:
+        raise ValueError(
+            f"--output_dir {folder} holds another run: {'; '.join(differences)}. "
+            "Repeat that run's command to resume it, or choose another directory"
+        )
+    steps = sorted((int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*[0-9]")), reverse=True)
+    checkpoints = (folder / f"checkpoint-{step}" for step in steps)
+    return next((str(checkpoint) for checkpoint in checkpoints if _is_complete(checkpoint)), None)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        TrainerState.load_from_json(checkpoint / "trainer_state.json")
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def finished_state(checkpoint: str | None) -> TrainerState | None:
+    """The state of a run that has no step left; Trainer, told to resume it, may take one more.
+
+    Args:
+        checkpoint: what `find_checkpoint` gave.
+
+    Returns:
+        Trainer's state in that checkpoint, None where steps are left.
+    """
+    if checkpoint is None:
+        return None
+    state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
+    return state if state.global_step >= state.max_steps else None
+
+
+def write_run(output_dir: str | os.PathLike, description: dict[str, Any]) -> None:
+    """Record in output_dir which run it holds.
+
+    Args:
+        output_dir: the run's directory, created where it is missing.
+        description: what `describe_run` gave.
+    """
+    write_text(Path(output_dir) / RUN_FILE, json.dumps(description, indent=2, sort_keys=True) + "\n")
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Write a text file whole or not at all, creating its directory.
+
+    Args:
+        path: the file.
+        text: its content, written as UTF-8.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def override_config(config: PreTrainedConfig, overrides: str | None) -> PreTrainedConfig:
+    """A configuration with some values replaced, checked as a new one is.
+
+    Args:
+        config: the configuration to start from; left as it is.
+        overrides: `name=value,name=value`, values as JSON writes them (64, 0.1, true, null) or plain text.
+
+    Returns:
+        The new configuration.
+
+    Raises:
+        ValueError: an item is not `name=value`, or config has no such name or does not allow the value.
+    """
+    values = {}
+    for item in overrides.split(",") if overrides else ():
+        name, equals, text = (part.strip() for part in item.partition("="))
+        if not equals or not name:
+            raise ValueError(f"--config_overrides must be name=value,name=value, got {item!r}")
+        if not hasattr(config, name):
+            raise ValueError(f"--config_overrides: {type(config).__name__} has no {name!r}")
+        try:
+            values[name] = json.loads(text)
+        except json.JSONDecodeError:
+            values[name] = text
+    try:
+        return type(config).from_dict(config.to_dict() | values)
+    except StrictDataclassError as error:
+        raise ValueError(f"--config_overrides {overrides}: {error}") from error
+
+
+def load_tokenizer(name_or_path: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    """Load a tokenizer and make sure that a model knows its tokens.
+
+    Args:
+        name_or_path: hub name or directory of the tokenizer.
+        config: the model's configuration.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ValueError: the tokenizer has more tokens than the model, or none for padding.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer {name_or_path} has {len(tokenizer)} tokens, "
+            f"the model knows {config.vocab_size} (vocab_size)"
+        )
+    if tokenizer.pad_token_id is None:
+        raise ValueError(f"the tokenizer {name_or_path} has no padding token")
+    return tokenizer
+
+
+def load_pretrained(
+    auto_class: type,
+    model_name_or_path: str,
+    config: PreTrainedConfig,
+    *,
+    attn_implementation: str | None = None,
+    new_head: bool = False,
+) -> PreTrainedModel:
+    """Load a float32 model whose weights all come from the checkpoint.
+
+    Args:
+        auto_class: an Auto class, such as AutoModelForMaskedLM.
+        model_name_or_path: hub name or directory of the checkpoint.
+        config: the configuration to load it with.
+        attn_implementation: the attention to use, as transformers names it; None: the model's own.
+        new_head: let weights outside the base model, and a pooler, start afresh where the checkpoint has none
+            that fit.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: weights are missing or of another shape, or the model does not take that attention.
+    """
+    model, report = auto_class.from_pretrained(
+        model_name_or_path,
+        config=config,
+        dtype=torch.float32,
+        attn_implementation=attn_implementation,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    check_attention(model, attn_implementation)
+    absent = set(report["missing_keys"]) | {mismatch[0] for mismatch in report["mismatched_keys"]}
+    if new_head:
+        absent = {name for name in absent if name.startswith(f"{model.base_model_prefix}.") and ".pooler." not in name}
+    if absent:
+        raise ValueError(
+            f"--model_name_or_path {model_name_or_path} is no checkpoint of {type(model).__name__}: "
+            f"{len(absent)} of its {len(model.state_dict())} weights are missing or of another shape, "
+            f"such as {min(absent)}"
+        )
+    return model
+
+
+def check_attention(model: PreTrainedModel, attn_implementation: str | None) -> None:
+    """Make sure that a model computes the attention it was asked for, as some accept a name and ignore it.
+
+    Args:
+        model: the model as built or loaded.
+        attn_implementation: the attention asked for; None: any.
+
+    Raises:
+        ValueError: the model uses another one.
+    """
+    if attn_implementation is None:
+        return
+    if not model._can_set_attn_implementation() or model.config._attn_implementation != attn_implementation:
+        raise ValueError(
+            f"--attn_implementation {attn_implementation} has no effect on {type(model).__name__}, "
+            "which computes its own attention"
+        )
+
+
+def longest_input(model: PreTrainedModel) -> int | None:
+    """How many tokens a model takes at most.
+
+    Args:
+        model: any text model.
+
+    Returns:
+        The number of positions that the model can tell apart, None where it has no table of them.
+    """
+    limit = getattr(model.config, "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        # RoBERTa's kind counts positions from padding_idx + 1, inside the table
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return limit - module.padding_idx - 1
+    return limit

@@ -1,0 +1,93 @@
+"""setup.py, run on a copy of the sources."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# a kernel of the CUDA key that never runs here: it must compile, link and load on a torch without CUDA
+CUDA_SOURCE = """
+#include "../common.h"
+#include <cuda_runtime.h>
+
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+
+__global__ void twice_kernel(float* x) { x[threadIdx.x] *= 2; }
+
+yoso::Tensor sampled_attention_cuda(const yoso::Tensor&, const yoso::Tensor&, const yoso::Tensor& value,
+                                    const yoso::Tensor&, const yoso::Tensor&, int64_t, bool) {
+  void* stream = nullptr;
+  aoti_torch_get_current_cuda_stream(value.get_device(), &stream);
+  twice_kernel<<<1, 32, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<float*>(value.mutable_data_ptr()));
+  return value;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(yoso_hf, CUDA, m) { m.impl("sampled_attention", TORCH_BOX(&sampled_attention_cuda)); }
+"""
+
+
+def copy_sources(to: Path) -> Path:
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, to / name)
+    shutil.copytree(ROOT / "src", to / "src", ignore=shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__"))
+    shutil.copytree(ROOT / "csrc", to / "csrc")
+    return to
+
+
+def build(root: Path, **environment: str) -> str:
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    environment = {**os.environ, "YOSO_CUDA": "0", **environment}
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout + run.stderr
+
+
+def backends(root: Path) -> subprocess.CompletedProcess:
+    code = "from yoso_hf import ops; print(ops.__file__, sorted(ops.compiled_backends()))"
+    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.startswith(str(root))
+    return run
+
+
+def test_without_a_compiler_the_install_succeeds_and_says_so_in_one_line(tmp_path):
+    root = copy_sources(tmp_path)
+    log = build(root, CXX="no-such-compiler")
+    lines = [line for line in log.splitlines() if "reference path" in line]
+    assert lines == ["yoso_hf: no C++ compiler (no-such-compiler); installing with the reference path only"]
+    assert not list(root.glob("src/yoso_hf/*.so"))
+    run = backends(root)
+    assert run.stdout.endswith("[]\n")
+    assert "the slower reference path runs" in run.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
+def test_cuda_sources_compile_link_and_load_with_a_torch_without_cuda(tmp_path):
+    root = copy_sources(tmp_path)
+    shutil.rmtree(root / "csrc" / "cpu")
+    shutil.rmtree(root / "csrc" / "cuda", ignore_errors=True)
+    (root / "csrc" / "cuda").mkdir()
+    (root / "csrc" / "cuda" / "stand_in.cu").write_text(CUDA_SOURCE)
+    build(root, YOSO_CUDA="1", YOSO_CUDA_ARCHS="90")
+    assert backends(root).stdout.endswith("['cuda']\n")
+
+
+def test_required_cuda_that_is_missing_is_an_error(tmp_path):
+    root = copy_sources(tmp_path)
+    shutil.rmtree(root / "csrc" / "cpu")
+    (root / "csrc" / "cuda").mkdir(exist_ok=True)
+    (root / "csrc" / "cuda" / "stand_in.cu").write_text(CUDA_SOURCE)
+    environment = {**os.environ, "YOSO_CUDA": "1", "PATH": str(Path(sys.executable).parent) + ":/usr/bin:/bin"}
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        environment.pop(name, None)
+    if Path("/usr/local/cuda").exists() or list(Path("/usr/local").glob("cuda-*")):
+        pytest.skip("a CUDA toolkit is in its usual place")
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "no CUDA toolkit was found" in run.stderr

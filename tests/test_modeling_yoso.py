@@ -1,0 +1,659 @@
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers.models.yoso import modeling_yoso as transformers_yoso
+
+from yoso_hf import (
+    YosoConfig,
+    YosoForMaskedLM,
+    YosoForMultipleChoice,
+    YosoForQuestionAnswering,
+    YosoForSequenceClassification,
+    YosoForTokenClassification,
+    YosoModel,
+    modeling_yoso,
+)
+
+AUTO_CLASSES = {
+    YosoModel: transformers.AutoModel,
+    YosoForMaskedLM: transformers.AutoModelForMaskedLM,
+    YosoForMultipleChoice: transformers.AutoModelForMultipleChoice,
+    YosoForQuestionAnswering: transformers.AutoModelForQuestionAnswering,
+    YosoForSequenceClassification: transformers.AutoModelForSequenceClassification,
+    YosoForTokenClassification: transformers.AutoModelForTokenClassification,
+}
+# outputs of the others are one row a sequence
+TOKEN_LEVEL = (YosoModel, YosoForMaskedLM, YosoForQuestionAnswering, YosoForTokenClassification)
+VOCAB_SIZE = 99
+ATTENTION = {
+    "expectation": {"use_expectation": True},
+    "hadamard": {"use_expectation": False, "use_fast_hash": True},
+    "gaussian": {"use_expectation": False, "use_fast_hash": False},
+    "conv": {"use_expectation": False, "conv_window": 3},
+}
+
+all_models = pytest.mark.parametrize("model_class", AUTO_CLASSES, ids=lambda model_class: model_class.__name__)
+all_attention = pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def make_config(**changes):
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 37,
+        "max_position_embeddings": 48,
+        "hash_code_len": 5,
+        "num_hash": 8,
+        "num_labels": 3,
+        # large weights, so that a wrong attention shows in the outputs
+        "initializer_range": 0.3,
+    }
+    return YosoConfig(**{**sizes, **changes})
+
+
+def make_model(model_class, **changes):
+    return model_class(make_config(**changes)).eval()
+
+
+def make_ids(*shape):
+    return torch.randint(3, VOCAB_SIZE, shape)
+
+
+def make_mask(lengths, width, side="right"):
+    positions = torch.arange(width)
+    lengths = torch.tensor(lengths)[:, None]
+    return positions < lengths if side == "right" else positions >= width - lengths
+
+
+def run(model, ids, mask=None):
+    """The outputs as one tensor; multiple choice gets each sequence as a question with one choice."""
+    if isinstance(model, YosoForMultipleChoice):
+        ids, mask = ids[:, None], None if mask is None else mask[:, None]
+    outputs = model(input_ids=ids, attention_mask=mask)
+    if isinstance(model, YosoModel):
+        return outputs.last_hidden_state
+    if isinstance(model, YosoForQuestionAnswering):
+        return torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
+    return outputs.logits
+
+
+def assert_near(actual, expected, atol=1e-5):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+def assert_all_keys_matched(info):
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[kind], kind
+
+
+def gradients(model, **inputs):
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("conv_window", [None, 3])
+@all_models
+def test_loads_checkpoint_of_transformers(model_class, conv_window, tmp_path):
+    theirs_class = getattr(transformers_yoso, model_class.__name__)
+    theirs = theirs_class(transformers.YosoConfig(**make_config(conv_window=conv_window).to_dict())).eval()
+    theirs.save_pretrained(tmp_path)
+    ours, info = AUTO_CLASSES[model_class].from_pretrained(tmp_path, output_loading_info=True)
+    assert type(ours) is model_class
+    assert_all_keys_matched(info)
+    ids = make_ids(3, 20)
+    assert_near(run(ours, ids), run_transformers(theirs, ids))
+
+
+@pytest.mark.parametrize("conv_window", [None, 3])
+@all_models
+def test_transformers_loads_our_checkpoint(model_class, conv_window, tmp_path):
+    ours = make_model(model_class, conv_window=conv_window)
+    ours.save_pretrained(tmp_path)
+    theirs_class = getattr(transformers_yoso, model_class.__name__)
+    theirs, info = theirs_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert_all_keys_matched(info)
+    ids = make_ids(3, 20)
+    assert_near(run(ours, ids), run_transformers(theirs, ids))
+
+
+def run_transformers(model, ids):
+    if isinstance(model, transformers_yoso.YosoForMultipleChoice):
+        ids = ids[:, None]
+    outputs = model(ids)
+    if isinstance(model, transformers_yoso.YosoForQuestionAnswering):
+        return torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
+    return outputs[0]
+
+
+@torch.no_grad()
+def test_other_inputs_match_transformers():
+    ours = make_model(YosoForMaskedLM, type_vocab_size=2)
+    theirs = transformers_yoso.YosoForMaskedLM(transformers.YosoConfig(**ours.config.to_dict())).eval()
+    theirs.load_state_dict(ours.state_dict())
+    ids = make_ids(2, 20)
+    inputs = {"token_type_ids": ids % 2, "position_ids": torch.randperm(48)[:20] + 2}
+    expected = theirs(ids, **inputs).logits
+    assert_near(ours(ids, **inputs).logits, expected)
+    embedded = ours.get_input_embeddings()(ids)
+    assert_near(ours(inputs_embeds=embedded, **inputs).logits, expected)
+    assert not torch.allclose(ours(ids).logits, expected, atol=1e-2)
+
+
+def test_position_ids_of_old_checkpoints_are_ignored(tmp_path):
+    model = make_model(YosoForMaskedLM)
+    state = {**model.state_dict(), "yoso.embeddings.position_ids": torch.arange(48)[None] + 2}
+    model.save_pretrained(tmp_path, state_dict=state)
+    _, info = YosoForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert_all_keys_matched(info)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["right", "left"])
+@all_attention
+@all_models
+def test_padding_changes_nothing(model_class, attention, side):
+    model = make_model(model_class, **attention)
+    lengths, width = [1, 9, 24, 30], 30
+    # random tokens in the padding too: what stands there must not matter
+    ids, mask = make_ids(len(lengths), width), make_mask(lengths, width, side)
+    outputs = run(model, ids, mask)
+    assert outputs.isfinite().all()
+    for row, row_ids, real in zip(outputs, ids, mask, strict=True):
+        alone = run(model, row_ids[real][None])[0]
+        assert_near(row[real] if model_class in TOKEN_LEVEL else row, alone)
+
+
+@torch.no_grad()
+@all_attention
+@all_models
+def test_neighbours_change_nothing(model_class, attention):
+    model = make_model(model_class, **attention)
+    ids, mask = make_ids(3, 20), make_mask([12, 20, 0], 20)
+    other_ids, other_mask = make_ids(3, 20), make_mask([12, 3, 17], 20)
+    other_ids[0] = ids[0]
+    row, other_row = run(model, ids, mask)[0], run(model, other_ids, other_mask)[0]
+    real = slice(0, 12) if model_class in TOKEN_LEVEL else slice(None)
+    assert_near(row[real], other_row[real])
+
+
+@torch.no_grad()
+def test_integer_mask_means_the_same():
+    model = make_model(YosoModel)
+    ids, mask = make_ids(2, 10), make_mask([4, 10], 10)
+    expected = model(ids, attention_mask=mask).last_hidden_state
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        assert torch.equal(model(ids, attention_mask=mask.to(dtype)).last_hidden_state, expected)
+
+
+@torch.no_grad()
+def test_each_choice_is_scored_alone():
+    model = make_model(YosoForMultipleChoice, use_expectation=False)
+    ids, mask = make_ids(2, 3, 15), make_mask([15, 4, 9, 1, 8, 12], 15).view(2, 3, 15)
+    labels = torch.tensor([2, 0])
+    outputs = model(ids, attention_mask=mask, labels=labels)
+    for question in range(2):
+        for choice in range(3):
+            alone = ids[question, choice][mask[question, choice]]
+            assert_near(outputs.logits[question, choice], model(alone[None, None]).logits[0, 0])
+    assert_near(outputs.loss, F.cross_entropy(outputs.logits, labels))
+    embedded = model.get_input_embeddings()(ids)
+    assert_near(model(inputs_embeds=embedded, attention_mask=mask).logits, outputs.logits)
+
+
+@all_attention
+@all_models
+def test_sequence_of_padding_only(model_class, attention):
+    model = make_model(model_class, **attention).train()
+    ids, mask = make_ids(2, 10), make_mask([0, 7], 10)
+    outputs = run(model, ids, mask)
+    assert outputs.isfinite().all()
+    real = outputs[1, :7] if model_class in TOKEN_LEVEL else outputs[1]
+    (real.square().sum() + outputs[0].clamp(min=-10).sum()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("case", ["query equals key", "zero query and key", "one token", "repeated token"])
+@all_attention
+def test_degenerate_inputs_are_finite(attention, case):
+    model = make_model(YosoForMaskedLM, **attention).train()
+    for layer in model.yoso.encoder.layer:
+        projections = layer.attention.self
+        if case == "query equals key":
+            projections.key.load_state_dict(projections.query.state_dict())
+        elif case == "zero query and key":
+            for parameter in (*projections.query.parameters(), *projections.key.parameters()):
+                nn.init.zeros_(parameter)
+    ids = make_ids(2, 1 if case == "one token" else 12)
+    if case == "repeated token":
+        ids[:] = 7
+        nn.init.zeros_(model.yoso.embeddings.position_embeddings.weight)
+    loss = model(ids, labels=ids).loss
+    assert loss.isfinite()
+    for name, gradient in gradients(model, input_ids=ids, labels=ids).items():
+        assert gradient.isfinite().all(), name
+
+
+# the name that transformers 5.17 has, too
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@all_attention
+def test_gradient_checkpointing_changes_no_gradient(attention, use_reentrant, monkeypatch):
+    model = make_model(YosoForMaskedLM, **attention).train()
+    ids, mask = make_ids(2, 20), make_mask([20, 11], 20)
+    labels = ids.masked_fill(~mask, -100)
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return attention_function(*args, **kwargs)
+
+    attention_function = modeling_yoso.yoso_attention
+    monkeypatch.setattr(modeling_yoso, "yoso_attention", counted)
+    torch.manual_seed(1)
+    expected = gradients(model, input_ids=ids, attention_mask=mask, labels=labels)
+    assert len(calls) == 2
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    torch.manual_seed(1)
+    actual = gradients(model, input_ids=ids, attention_mask=mask, labels=labels)
+    assert len(calls) == 2 + 4
+    for name, gradient in expected.items():
+        assert gradient.any(), name
+        assert_near(actual[name], gradient, atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@all_attention
+def test_compiled_model_equals_eager(attention, training):
+    model = make_model(YosoForMaskedLM, num_hidden_layers=1, **attention).train(training)
+    ids, mask = make_ids(2, 16), make_mask([16, 9], 16)
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~mask, -100)}
+    torch.manual_seed(1)
+    expected_logits = model(**inputs).logits
+    torch.manual_seed(1)
+    expected = gradients(model, **inputs)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(1)
+    outputs = compiled(**inputs)
+    assert_near(outputs.logits, expected_logits)
+    model.zero_grad()
+    outputs.loss.backward()
+    for name, parameter in model.named_parameters():
+        assert_near(parameter.grad, expected[name])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_fast_hash", [True, False])
+def test_eval_is_deterministic(use_fast_hash, tmp_path):
+    model = make_model(YosoModel, use_expectation=False, use_fast_hash=use_fast_hash)
+    ids = make_ids(2, 20)
+    expected = model(ids).last_hidden_state
+    torch.manual_seed(1)
+    assert torch.equal(model(ids).last_hidden_state, expected)
+
+    built_again = YosoModel(model.config).eval()
+    built_again.load_state_dict(model.state_dict())
+    assert_near(built_again(ids).last_hidden_state, expected)
+    model.save_pretrained(tmp_path)
+    assert_near(YosoModel.from_pretrained(tmp_path)(ids).last_hidden_state, expected)
+    layers = [layer.attention.self for layer in model.encoder.layer]
+    assert layers[0].hash_functions("cpu").kind == ("hadamard" if use_fast_hash else "gaussian")
+    half = YosoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for layer, half_layer in zip(layers, half.encoder.layer, strict=True):
+        assert torch.equal(half_layer.attention.self.hash_parameters, layer.hash_parameters)
+
+    assert not torch.equal(layers[0].hash_parameters, layers[1].hash_parameters)
+    other_seed = YosoModel.from_pretrained(tmp_path, hash_seed=1)
+    assert (other_seed(ids).last_hidden_state - expected).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_eval_without_hash_seed_draws_afresh():
+    model = make_model(YosoModel, use_expectation=False, hash_seed=None)
+    ids = make_ids(2, 20)
+    torch.manual_seed(1)
+    first, second = model(ids).last_hidden_state, model(ids).last_hidden_state
+    assert (first - second).abs().max() > 1e-3
+    torch.manual_seed(1)
+    assert torch.equal(model(ids).last_hidden_state, first)
+
+
+@torch.no_grad()
+def test_training_draws_afresh_from_the_global_generator():
+    model = make_model(YosoModel, use_expectation=False, hidden_dropout_prob=0.0).train()
+    ids = make_ids(2, 20)
+    transformers.set_seed(1)
+    first, second = model(ids).last_hidden_state, model(ids).last_hidden_state
+    assert (first - second).abs().max() > 1e-3
+    transformers.set_seed(1)
+    assert torch.equal(model(ids).last_hidden_state, first)
+    assert torch.equal(model(ids).last_hidden_state, second)
+
+
+@torch.no_grad()
+def test_sampled_output_nears_expectation_with_more_hashes():
+    ids = make_ids(2, 20)
+    exact = make_model(YosoModel, num_hidden_layers=1)
+    expected = exact(ids).last_hidden_state
+    errors = []
+    for num_hash in (4, 64, 1024):
+        sampled = make_model(YosoModel, num_hidden_layers=1, use_expectation=False, num_hash=num_hash)
+        sampled.load_state_dict(exact.state_dict())
+        errors.append((sampled(ids).last_hidden_state - expected).square().mean().sqrt())
+    # the error falls as the square root of the hashes' number, here by 4 from step to step
+    assert errors[1] < errors[0] / 2
+    assert errors[2] < errors[1] / 2
+
+
+@pytest.mark.parametrize("lsh_backward", [True, False])
+def test_lsh_backward_chooses_the_gradient(lsh_backward):
+    ids = make_ids(2, 20)
+    model = make_model(YosoForMaskedLM, use_expectation=False, lsh_backward=lsh_backward, num_hash=2)
+    sampled = gradients(model, input_ids=ids, labels=ids)
+    name = "yoso.encoder.layer.1.attention.self.query.weight"
+    model.yoso.encoder.layer[1].attention.self.backward = "expectation"
+    changed = gradients(model, input_ids=ids, labels=ids)[name] - sampled[name]
+    assert (changed.abs().max() > 1e-5) == lsh_backward
+
+
+@all_models
+def test_save_and_load(model_class, tmp_path):
+    model = make_model(model_class, use_expectation=False, conv_window=5)
+    model.save_pretrained(tmp_path)
+    loaded, info = AUTO_CLASSES[model_class].from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is model_class
+    assert_all_keys_matched(info)
+    ids = make_ids(2, 20)
+    expected = run(model, ids)
+    # the last bit of a product depends on where the weights lie in memory
+    assert_near(run(loaded, ids), expected)
+    assert_near(run(copy.deepcopy(model), ids), expected)
+    assert_near(run(pickle.loads(pickle.dumps(model)), ids), expected)
+
+
+LOAD_WITHOUT_PACKAGE = """
+import sys
+sys.modules["yoso_hf"] = None
+import torch
+from transformers import AutoModelForMaskedLM
+model = AutoModelForMaskedLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+print(model(torch.arange(20)[None]).logits.double().sum().item())
+"""
+
+
+@torch.no_grad()
+def test_code_saved_with_the_model_runs_without_the_package(tmp_path, monkeypatch):
+    for saved_class, auto_class in ((YosoConfig, "AutoConfig"), (YosoForMaskedLM, "AutoModelForMaskedLM")):
+        monkeypatch.setattr(saved_class, "_auto_class", auto_class)
+    model = make_model(YosoForMaskedLM, use_expectation=False, conv_window=3)
+    model.save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-c", LOAD_WITHOUT_PACKAGE, str(tmp_path / "model")]
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    expected = model(torch.arange(20)[None]).logits.double().sum().item()
+    assert float(result.stdout) == pytest.approx(expected, abs=1e-3)
+
+
+@torch.no_grad()
+def test_hidden_states_are_recorded():
+    model = make_model(YosoForMaskedLM, use_expectation=False)
+    ids = make_ids(2, 20)
+    outputs = model(ids, output_hidden_states=True)
+    assert len(outputs.hidden_states) == 3
+    assert torch.equal(outputs.hidden_states[-1], model.yoso(ids).last_hidden_state)
+    assert torch.equal(model.yoso.encoder.layer[0](outputs.hidden_states[0]), outputs.hidden_states[1])
+    assert torch.equal(model.yoso.encoder.layer[1](outputs.hidden_states[1]), outputs.hidden_states[2])
+    as_tuple = model(ids, output_hidden_states=True, return_dict=False)
+    model.config.return_dict = False
+    for logits, hidden_states in (as_tuple, model(ids, output_hidden_states=True)):
+        assert torch.equal(logits, outputs.logits)
+        assert torch.equal(hidden_states[0], outputs.hidden_states[0])
+
+
+@torch.no_grad()
+def test_feed_forward_in_chunks():
+    whole, chunked = make_model(YosoModel), make_model(YosoModel, chunk_size_feed_forward=5)
+    chunked.load_state_dict(whole.state_dict())
+    sizes = []
+    chunked.encoder.layer[0].intermediate.register_forward_hook(lambda *hook: sizes.append(hook[-1].shape[1]))
+    ids = make_ids(2, 20)
+    assert_near(chunked(ids).last_hidden_state, whole(ids).last_hidden_state)
+    assert sizes == [5] * 4
+
+
+@torch.no_grad()
+def test_attentions_are_the_weights_in_use():
+    model = make_model(YosoModel)
+    ids, mask = make_ids(2, 20), make_mask([20, 12], 20)
+    values, contexts = [], []
+    for layer in model.encoder.layer:
+        layer.attention.self.value.register_forward_hook(lambda *hook: values.append(hook[-1]))
+        layer.attention.self.register_forward_hook(lambda *hook: contexts.append(hook[-1][0]))
+    outputs = model(ids, attention_mask=mask, output_attentions=True)
+    assert len(outputs.attentions) == 2
+    for weights, value, context in zip(outputs.attentions, values, contexts, strict=True):
+        assert weights.shape == (2, 4, 20, 20)
+        assert not weights[1, :, :, 12:].any()
+        heads = weights @ value.view(2, 20, 4, 8).transpose(1, 2)
+        assert_near(F.normalize(heads, dim=-1).transpose(1, 2).flatten(2), context)
+    assert model(ids).attentions is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_expectation", [True, False])
+def test_bfloat16_is_near_float32(use_expectation):
+    model = make_model(YosoForMaskedLM, use_expectation=use_expectation, initializer_range=0.1, num_hash=64)
+    ids, mask = make_ids(4, 40), make_mask([40, 31, 5, 1], 40)
+    expected = model(ids, attention_mask=mask).logits[mask]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        autocast = model(ids, attention_mask=mask).logits[mask]
+    half = copy.deepcopy(model).to(torch.bfloat16)(ids, attention_mask=mask).logits[mask]
+    assert half.dtype == torch.bfloat16
+    for outputs in (autocast, half):
+        error = (outputs.float() - expected).norm() / expected.norm()
+        # bfloat16 has 8 bits; sampled, a few codes differ as well
+        assert error < (0.02 if use_expectation else 0.1)
+
+
+def test_half_precision_gradients_are_finite():
+    model = make_model(YosoForMaskedLM, use_expectation=False).to(torch.bfloat16).train()
+    ids, mask = make_ids(2, 20), make_mask([20, 0], 20)
+    for name, gradient in gradients(model, input_ids=ids, attention_mask=mask, labels=ids).items():
+        assert gradient.isfinite().all(), name
+
+
+@pytest.mark.parametrize("num_items_in_batch", [None, 11, torch.tensor(11)])
+def test_sparse_prediction_equals_dense(num_items_in_batch):
+    dense = make_model(YosoForMaskedLM)
+    sparse = make_model(YosoForMaskedLM, sparse_prediction=True)
+    sparse.load_state_dict(dense.state_dict())
+    ids = make_ids(2, 20)
+    labels = ids.masked_fill(torch.rand(2, 20) > 0.3, -100)
+    labelled = labels != -100
+    inputs = {"input_ids": ids, "labels": labels, "num_items_in_batch": num_items_in_batch}
+    dense_outputs, sparse_outputs = dense(**inputs), sparse(**inputs)
+    assert_near(sparse_outputs.logits, dense_outputs.logits[labelled])
+    losses = F.cross_entropy(dense_outputs.logits[labelled], labels[labelled], reduction="none")
+    assert_near(dense_outputs.loss, losses.mean() if num_items_in_batch is None else losses.sum() / 11)
+    assert_near(sparse_outputs.loss, dense_outputs.loss)
+    expected = gradients(dense, **inputs)
+    for name, gradient in gradients(sparse, **inputs).items():
+        assert_near(gradient, expected[name])
+    assert_near(sparse(ids).logits, dense(ids).logits)
+
+
+@pytest.mark.parametrize("num_items_in_batch", [None, 0, torch.tensor(0)])
+@pytest.mark.parametrize("sparse_prediction", [True, False])
+def test_batch_without_labels_has_loss_zero(sparse_prediction, num_items_in_batch):
+    model = make_model(YosoForMaskedLM, sparse_prediction=sparse_prediction)
+    ids = make_ids(2, 20)
+    inputs = {
+        "input_ids": ids,
+        "labels": torch.full_like(ids, -100),
+        "num_items_in_batch": num_items_in_batch,
+    }
+    assert model(**inputs).loss == 0
+    for name, gradient in gradients(model, **inputs).items():
+        assert not gradient.any(), name
+
+
+@pytest.mark.parametrize(
+    ("num_labels", "labels", "loss_function"),
+    [
+        (1, torch.tensor([0.5, -1.0, 2.0]), lambda logits, labels: F.mse_loss(logits[:, 0], labels)),
+        (3, torch.tensor([2, 0, 1]), F.cross_entropy),
+        (2, torch.tensor([[1.0, 0], [1, 1], [0, 0]]), F.binary_cross_entropy_with_logits),
+    ],
+    ids=["regression", "single label", "multi label"],
+)
+def test_sequence_classification_loss(num_labels, labels, loss_function):
+    model = make_model(YosoForSequenceClassification, num_labels=num_labels)
+    outputs = model(make_ids(3, 20), labels=labels)
+    assert outputs.logits.shape == (3, num_labels)
+    assert_near(outputs.loss, loss_function(outputs.logits, labels))
+
+
+def test_token_classification_ignores_labels_of_padding():
+    model = make_model(YosoForTokenClassification)
+    ids, mask = make_ids(2, 20), make_mask([20, 8], 20, "left")
+    labels = ids % 3
+    labels[0, 3:7] = -100
+    outputs = model(ids, attention_mask=mask, labels=labels)
+    counted = mask & (labels != -100)
+    assert_near(outputs.loss, F.cross_entropy(outputs.logits[counted], labels[counted]))
+    assert model(ids, attention_mask=torch.zeros_like(mask), labels=labels).loss == 0
+
+
+def test_question_answering_loss_leaves_padding_out():
+    model = make_model(YosoForQuestionAnswering)
+    lengths = [20, 8, 13]
+    ids, mask = make_ids(3, 20), make_mask(lengths, 20)
+    # an index past the end, 20, stands for no answer
+    starts, ends = torch.tensor([4, 0, 20]), torch.tensor([9, 7, 12])
+    losses = {"start": [], "end": []}
+    for row_ids, length, start, end in zip(ids, lengths, starts, ends, strict=True):
+        alone = model(row_ids[None, :length])
+        if start < 20:
+            losses["start"].append(F.cross_entropy(alone.start_logits[0], start))
+        losses["end"].append(F.cross_entropy(alone.end_logits[0], end))
+    expected = (torch.stack(losses["start"]).mean() + torch.stack(losses["end"]).mean()) / 2
+    outputs = model(ids, attention_mask=mask, start_positions=starts, end_positions=ends)
+    assert_near(outputs.loss, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+def test_resized_embeddings(tied, tmp_path):
+    model = make_model(YosoForMaskedLM, tie_word_embeddings=tied)
+    ids = make_ids(2, 20)
+    expected = model(ids).logits
+    model.resize_token_embeddings(VOCAB_SIZE + 12)
+    head = model.cls.predictions
+    assert (head.decoder.weight is model.get_input_embeddings().weight) is tied
+    assert (head.decoder.bias is head.bias) is tied
+    nn.init.normal_(head.decoder.bias[VOCAB_SIZE:])
+    outputs = model(torch.cat([ids, ids + 12], dim=1), labels=torch.cat([ids, ids + 12], dim=1))
+    assert outputs.logits.shape == (2, 40, VOCAB_SIZE + 12)
+    assert outputs.loss.isfinite()
+    assert_near(model(ids).logits[..., :VOCAB_SIZE], expected)
+    model.save_pretrained(tmp_path)
+    loaded, info = YosoForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert_all_keys_matched(info)
+    assert_near(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+def test_two_steps_of_trainer(tmp_path):
+    model = make_model(YosoForMaskedLM, use_expectation=False, sparse_prediction=True)
+    before = copy.deepcopy(model.state_dict())
+    examples = []
+    for ids in make_ids(8, 20):
+        labels = torch.where(torch.rand(20) < 0.2, ids, -100)
+        examples.append({"input_ids": ids, "attention_mask": torch.ones(20, dtype=torch.int64), "labels": labels})
+    arguments = transformers.TrainingArguments(
+        output_dir=tmp_path,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
+        logging_steps=1,
+        learning_rate=1e-2,
+        report_to="none",
+        use_cpu=True,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=examples)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 2
+    assert all(0 < loss < 20 for loss in losses)
+    for name, value in trainer.model.state_dict().items():
+        assert value.isfinite().all() and not torch.equal(value, before[name]), name
+    loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "checkpoint-2")
+    ids = make_ids(2, 20)
+    assert_near(loaded(ids).logits, trainer.model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("mask", "given"),
+    [
+        (torch.ones(2, 11, dtype=torch.int64), r"torch.int64 of shape \[2, 11\]"),
+        (torch.ones(10, dtype=torch.int64), r"torch.int64 of shape \[10\]"),
+        (torch.ones(1, 10, dtype=torch.bool), r"torch.bool of shape \[1, 10\]"),
+        (torch.ones(2, 1, 10, 10, dtype=torch.bool), r"torch.bool of shape \[2, 1, 10, 10\]"),
+        (torch.ones(2, 10), r"torch.float32 of shape \[2, 10\]"),
+        (torch.ones(2, 10, dtype=torch.bool, device="meta"), r"torch.bool of shape \[2, 10\] on meta"),
+        ([[1] * 10] * 2, "list"),
+    ],
+)
+def test_wrong_mask(mask, given):
+    allowed = r"bool or integer tensor of shape \[2, 10\] on cpu"
+    with pytest.raises(ValueError, match=f"attention_mask must be a {allowed}.*got {given}"):
+        make_model(YosoForMaskedLM)(make_ids(2, 10), attention_mask=mask)
+
+
+def test_sequence_too_long():
+    model = make_model(YosoForMaskedLM)
+    assert model(make_ids(1, 48)).logits.isfinite().all()
+    with pytest.raises(ValueError, match="max_position_embeddings=48 tokens, got 49"):
+        model(make_ids(1, 49))
+    with pytest.raises(ValueError, match="max_position_embeddings=48 tokens, got 49"):
+        model(inputs_embeds=torch.zeros(1, 49, 32))
+
+
+def test_both_or_neither_input():
+    model = make_model(YosoModel)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds must be given, got neither"):
+        model()
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds must be given, got both"):
+        model(make_ids(1, 4), inputs_embeds=torch.zeros(1, 4, 32))
+
+
+def test_attentions_of_sampled_attention_are_refused():
+    model = make_model(YosoForMaskedLM, use_expectation=False)
+    with pytest.raises(ValueError, match="output_attentions=True needs use_expectation=True"):
+        model(make_ids(1, 4), output_attentions=True)
+
+
+def test_override_out_of_range(tmp_path):
+    make_model(YosoModel).save_pretrained(tmp_path)
+    with pytest.raises(StrictDataclassError, match="conv_window must be None or an odd positive number, got 4"):
+        YosoModel.from_pretrained(tmp_path, conv_window=4)

@@ -1,0 +1,843 @@
+import csv
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import f1_score, matthews_corrcoef
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    Trainer,
+)
+
+from yoso_hf import YosoConfig, YosoForMaskedLM, YosoForSequenceClassification
+from yoso_hf.glue import TASKS, write_predictions
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "run_glue.py"
+WORDS = ["good", "fine", "great", "bad", "poor", "awful", "the", "film", "plot", "was", "is", "null", "."]
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def run_glue():
+    spec = importlib.util.spec_from_file_location("run_glue", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Directories of tiny masked language models, each with a tokenizer of WORDS."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    special = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"]
+    vocabulary = {token: index for index, token in enumerate(special + WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        unk_token="[UNK]",
+        mask_token="[MASK]",
+        model_max_length=40,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )
+    sizes = SIZES | {"vocab_size": len(tokenizer), "pad_token_id": 0}
+    torch.manual_seed(0)
+    tiny = {
+        "bert": BertForMaskedLM(BertConfig(**sizes, max_position_embeddings=48)),
+        "roberta": RobertaForMaskedLM(RobertaConfig(**sizes, max_position_embeddings=33)),
+        "yoso": YosoForMaskedLM(
+            YosoConfig(**sizes, max_position_embeddings=48, use_expectation=False, num_hash=16, hash_code_len=5)
+        ),
+    }
+    for name, model in tiny.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+def text_of(label: int, generator: np.random.Generator) -> str:
+    """A text of a random length in which one word tells the class."""
+    telling = generator.choice([["bad", "poor", "awful"], ["good", "fine", "great"]][label])
+    return " ".join(
+        ["the", "film", "was", telling, *generator.choice(["plot", "the", "is", "."], generator.integers(8))]
+    )
+
+
+def task_rows(task_name: str, count: int, seed: int = 0, *, names: bool = False) -> list[dict]:
+    """Rows as the hub has them; of a pair the first text tells the label."""
+    task, generator = TASKS[task_name], np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        if task.labels is None:
+            label = round(float(generator.uniform(0, 5)), 2)
+        else:
+            label = int(generator.integers(len(task.labels)))
+        texts = {
+            column: text_of(int(label > 0) if task.labels else int(label > 2.5), generator) for column in task.columns
+        }
+        rows.append(texts | {"label": task.labels[label] if names else label, "idx": index})
+    return rows
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def arguments(**values) -> list[str]:
+    defaults = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "save_strategy": "no"}
+    return [f"--{name}={value}" for name, value in (defaults | values).items()]
+
+
+def results(folder: Path) -> dict:
+    return json.loads((folder / "all_results.json").read_text())
+
+
+def predictions(path: Path) -> list[str]:
+    header, *lines = path.read_text().splitlines()
+    assert header == "index\tprediction"
+    indices, values = zip(*(line.split("\t") for line in lines), strict=True)
+    assert indices == tuple(map(str, range(len(lines))))
+    return list(values)
+
+
+def outputs_one_by_one(
+    folder: Path, rows: list[dict], columns: tuple[str, ...], tokenizer_folder: Path | None = None
+) -> torch.Tensor:
+    """Logits of the saved model, each text by itself and so without padding: [N, labels]."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder or folder)
+    logits = []
+    for row in rows:
+        inputs = tokenizer(*(row[column] for column in columns), return_tensors="pt")
+        if model.config.type_vocab_size == 1:
+            del inputs["token_type_ids"]
+        with torch.no_grad():
+            logits.append(model(**inputs).logits[0])
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "yoso"])
+def test_a_separable_task_is_learned(run_glue, checkpoints, tmp_path, architecture):
+    train = write_rows(tmp_path / "train.jsonl", task_rows("sst2", 256))
+    validation = write_rows(tmp_path / "validation.jsonl", task_rows("sst2", 64, seed=1))
+    run_glue.main(
+        arguments(
+            model_name_or_path=checkpoints / architecture,
+            task_name="sst2",
+            train_file=train,
+            validation_file=validation,
+            do_train=True,
+            do_eval=True,
+            eval_strategy="epoch",
+            save_strategy="epoch",
+            num_train_epochs=4,
+            per_device_train_batch_size=16,
+            learning_rate=5e-3,
+            output_dir=tmp_path / "run",
+        )
+    )
+    assert results(tmp_path / "run")["eval_accuracy"] >= 0.97
+
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["id2label"] == {"0": "negative", "1": "positive"}
+    assert config["label2id"] == {"negative": 0, "positive": 1}
+    assert config["finetuning_task"] == "sst2"
+
+    history = json.loads((tmp_path / "run" / "checkpoint-64" / "trainer_state.json").read_text())["log_history"]
+    by_epoch = [entry["eval_accuracy"] for entry in history if "eval_accuracy" in entry]
+    assert len(by_epoch) == 4
+    assert by_epoch[-1] == results(tmp_path / "run")["eval_accuracy"]
+
+
+@pytest.mark.parametrize("architecture", ["bert", "yoso"])
+def test_a_score_is_learned(run_glue, checkpoints, tmp_path, architecture):
+    def rows(count: int, seed: int) -> list[dict]:
+        generator = np.random.default_rng(seed)
+        shares = generator.integers(0, 6, count)
+        texts = (" ".join(generator.permutation(["good"] * n + ["bad"] * (5 - n))) for n in shares)
+        return [
+            {"sentence1": text, "sentence2": "the film", "label": float(n)}
+            for text, n in zip(texts, shares, strict=True)
+        ]
+
+    run_glue.main(
+        arguments(
+            model_name_or_path=checkpoints / architecture,
+            task_name="stsb",
+            train_file=write_rows(tmp_path / "train.jsonl", rows(320, 0)),
+            validation_file=write_rows(tmp_path / "validation.jsonl", rows(64, 1)),
+            do_train=True,
+            do_eval=True,
+            num_train_epochs=8,
+            per_device_train_batch_size=16,
+            learning_rate=5e-3,
+            output_dir=tmp_path / "run",
+        )
+    )
+    assert results(tmp_path / "run")["eval_pearson"] > 0.9
+    assert results(tmp_path / "run")["eval_spearmanr"] > 0.9
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
+    assert model.config.num_labels == 1
+    assert model.config.problem_type == "regression"
+
+
+@pytest.mark.parametrize("task_name", TASKS)
+def test_predictions_and_scores_are_those_of_the_saved_model(run_glue, checkpoints, tmp_path, task_name):
+    task = TASKS[task_name]
+    rows = {"": task_rows(task_name, 24, seed=1), "mismatched_": task_rows(task_name, 17, seed=2)}
+    mismatched = task_name == "mnli"
+    files = {"train_file": write_rows(tmp_path / "train.jsonl", task_rows(task_name, 32))}
+    for part, split_rows in rows.items():
+        if mismatched or not part:
+            for split in ("validation", "test"):
+                path = tmp_path / f"{split}_{part}file.jsonl"
+                files[f"{split}_{part}file"] = write_rows(path, split_rows)
+    run_glue.main(
+        arguments(
+            model_name_or_path=checkpoints / "bert",
+            task_name=task_name,
+            **files,
+            do_train=True,
+            do_eval=True,
+            do_predict=True,
+            num_train_epochs=4,
+            learning_rate=1e-3,
+            output_dir=tmp_path / "run",
+        )
+    )
+
+    scores = results(tmp_path / "run")
+    for part, name in zip(rows, task.submission, strict=False):
+        logits = outputs_one_by_one(tmp_path / "run", rows[part], task.columns)
+        labels = np.array([row["label"] for row in rows[part]])
+        written = predictions(tmp_path / "run" / f"{name}.tsv")
+        if task_name == "stsb":
+            expected = logits.squeeze(-1).clamp(0, 5).numpy()
+            np.testing.assert_allclose(np.array(written, dtype=float), expected, atol=1e-3)
+            value, key = np.corrcoef(logits.squeeze(-1).numpy(), labels)[0, 1], "pearson"
+        else:
+            ids = logits.argmax(-1).numpy()
+            named = task_name in ("mnli", "qnli", "rte")
+            assert written == [task.labels[index] if named else str(index) for index in ids]
+            key = {"cola": "matthews_correlation", "mrpc": "f1", "qqp": "f1"}.get(task_name, "accuracy")
+            score = {"matthews_correlation": matthews_corrcoef, "f1": f1_score}.get(key, lambda x, y: np.mean(x == y))
+            value = score(labels, ids)
+        infix = {"": "matched_", "mismatched_": "mismatched_"}[part] if mismatched else ""
+        assert scores[f"eval_{infix}{key}"] == pytest.approx(value, abs=1e-5)
+        # the test files have labels here, so they are scored too
+        assert scores[f"predict_{infix}{key}"] == pytest.approx(value, abs=1e-5)
+    assert len(list((tmp_path / "run").glob("*.tsv"))) == 1 + mismatched
+
+
+def test_a_task_comes_from_the_hub(run_glue, checkpoints, tmp_path, monkeypatch):
+    features = datasets.Features(
+        {name: datasets.Value("string") for name in ("premise", "hypothesis")}
+        | {
+            "label": datasets.ClassLabel(names=["entailment", "neutral", "contradiction"]),
+            "idx": datasets.Value("int32"),
+        }
+    )
+    asked = []
+
+    def load_dataset(*names, split):
+        asked.append((*names, *split))
+        splits = []
+        for seed, name in enumerate(split):
+            rows = task_rows("mnli", 12 + seed, seed)
+            if name.startswith("test"):
+                rows = [row | {"label": -1} for row in rows]
+            splits.append(datasets.Dataset.from_list(rows, features=features))
+        return splits
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    run_glue.main(
+        arguments(
+            model_name_or_path=checkpoints / "bert",
+            task_name="mnli",
+            do_train=True,
+            do_eval=True,
+            do_predict=True,
+            max_train_samples=8,
+            max_predict_samples=9,
+            max_steps=1,
+            output_dir=tmp_path / "run",
+        )
+    )
+    splits = ("train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched")
+    assert asked == [("nyu-mll/glue", "mnli", *splits)]
+    assert {"eval_matched_accuracy", "eval_mismatched_accuracy"} <= results(tmp_path / "run").keys()
+    # labels of -1 are none: nothing to score
+    assert not [name for name in results(tmp_path / "run") if name.startswith("predict") and "accuracy" in name]
+    for name in ("MNLI-m.tsv", "MNLI-mm.tsv"):
+        written = predictions(tmp_path / "run" / name)
+        assert len(written) == 9
+        assert set(written) <= {"entailment", "neutral", "contradiction"}
+
+
+@pytest.mark.parametrize("ending", [".csv", ".json", ".jsonl", ".parquet"])
+def test_own_data_in_every_format(run_glue, checkpoints, tmp_path, ending):
+    rows = [
+        {"id": index, "text": row["sentence"], "kind": "PN"[row["label"]]}
+        for index, row in enumerate(task_rows("sst2", 32))
+    ]
+    # a word that pandas would read as a missing value
+    rows[3]["text"] = "null"
+    unlabelled = [{"id": row["id"], "text": row["text"]} for row in rows]
+    run_glue.main(
+        arguments(
+            model_name_or_path=checkpoints / "bert",
+            train_file=write_rows(tmp_path / f"train{ending}", rows),
+            validation_file=write_rows(tmp_path / f"validation{ending}", rows),
+            test_file=write_rows(tmp_path / f"test{ending}", unlabelled),
+            label_column="kind",
+            do_train=True,
+            do_eval=True,
+            do_predict=True,
+            num_train_epochs=2,
+            learning_rate=1e-2,
+            output_dir=tmp_path / "run",
+        )
+    )
+    ids = outputs_one_by_one(tmp_path / "run", rows, ("text",)).argmax(-1)
+    written = predictions(tmp_path / "run" / "predictions.tsv")
+    assert written == ["NP"[index] for index in ids]
+    accuracy = np.mean([prediction == row["kind"] for prediction, row in zip(written, rows, strict=True)])
+    assert results(tmp_path / "run")["eval_accuracy"] == pytest.approx(accuracy)
+
+
+def test_own_pairs_with_named_columns_and_float_labels(run_glue, checkpoints, tmp_path):
+    rows = [{"a": "good film", "b": "bad plot", "c": "the", "y": value} for value in (-2.5, 0.0, 7.5)]
+    path = write_rows(tmp_path / "train.jsonl", rows)
+    run_glue.main(
+        arguments(
+            model_name_or_path=checkpoints / "bert",
+            train_file=path,
+            validation_file=path,
+            test_file=path,
+            sentence1_column="c",
+            sentence2_column="a",
+            label_column="y",
+            do_train=True,
+            do_predict=True,
+            max_steps=3,
+            learning_rate=1e-2,
+            output_dir=tmp_path / "run",
+        )
+    )
+    scores = outputs_one_by_one(tmp_path / "run", rows, ("c", "a")).squeeze(-1)
+    written = np.array(predictions(tmp_path / "run" / "predictions.tsv"), dtype=float)
+    np.testing.assert_allclose(written, scores, atol=1e-3)
+
+
+def test_label_names_are_as_good_as_ids(run_glue, checkpoints, tmp_path):
+    for names in (False, True):
+        run_glue.main(
+            arguments(
+                model_name_or_path=checkpoints / "bert",
+                task_name="rte",
+                train_file=write_rows(tmp_path / f"train-{names}.jsonl", task_rows("rte", 32, names=names)),
+                validation_file=write_rows(tmp_path / f"dev-{names}.jsonl", task_rows("rte", 32, 1, names=names)),
+                do_train=True,
+                do_eval=True,
+                learning_rate=1e-2,
+                output_dir=tmp_path / f"run-{names}",
+            )
+        )
+    first, second = (results(tmp_path / f"run-{names}") for names in (False, True))
+    assert first["train_loss"] == second["train_loss"]
+    assert first["eval_loss"] == second["eval_loss"]
+
+
+def test_a_checkpoint_keeps_its_order_of_labels(run_glue, checkpoints, tmp_path):
+    model = BertForSequenceClassification.from_pretrained(checkpoints / "bert")
+    model.classifier.weight.data *= 50
+    texts = task_rows("rte", 48)
+    file = write_rows(tmp_path / "validation.jsonl", texts)
+    for name, labels in (("usual", TASKS["rte"].labels), ("swapped", ("NOT_ENTAILMENT", "ENTAILMENT"))):
+        model.config.id2label = dict(enumerate(labels))
+        model.config.label2id = {label: index for index, label in enumerate(labels)}
+        model.save_pretrained(tmp_path / name)
+        # the same classifier with its two rows exchanged
+        model.classifier.load_state_dict({key: value.flip(0) for key, value in model.classifier.state_dict().items()})
+        run_glue.main(
+            arguments(
+                model_name_or_path=tmp_path / name,
+                tokenizer_name=checkpoints / "bert",
+                task_name="rte",
+                validation_file=file,
+                test_file=file,
+                do_eval=True,
+                do_predict=True,
+                output_dir=tmp_path / f"run-{name}",
+            )
+        )
+    usual, swapped = (predictions(tmp_path / f"run-{name}" / "RTE.tsv") for name in ("usual", "swapped"))
+    assert usual == swapped
+    scores = results(tmp_path / "run-usual")
+    assert scores["eval_loss"] == pytest.approx(results(tmp_path / "run-swapped")["eval_loss"], rel=1e-5)
+    # the loss tells the two orders apart, whatever the predictions
+    flipped = outputs_one_by_one(tmp_path / "usual", texts, TASKS["rte"].columns, checkpoints / "bert").flip(1)
+    wrong = torch.nn.functional.cross_entropy(flipped, torch.tensor([row["label"] for row in texts]))
+    assert abs(scores["eval_loss"] - wrong.item()) > 1e-3
+
+
+def test_similarity_scores_are_clipped(tmp_path):
+    write_predictions(tmp_path / "STS-B.tsv", np.array([-0.4, 2.34567, 5.1]), TASKS["stsb"], {0: "score"})
+    assert (tmp_path / "STS-B.tsv").read_text() == "index\tprediction\n0\t0.000\n1\t2.346\n2\t5.000\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["STS-B.tsv"]
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_the_same_command_resumes(run_glue, checkpoints, tmp_path, monkeypatch):
+    steps = []
+
+    class CountedTrainer(Trainer):
+        stop_at = -1
+
+        def training_step(self, *args, **kwargs):
+            if self.state.global_step == self.stop_at:
+                raise Interrupted
+            steps.append(self.state.global_step)
+            return super().training_step(*args, **kwargs)
+
+    def command(name: str) -> list[str]:
+        return arguments(
+            model_name_or_path=checkpoints / "yoso",
+            task_name="sst2",
+            train_file=train,
+            validation_file=train,
+            do_train=True,
+            do_eval=True,
+            save_strategy="steps",
+            save_steps=3,
+            max_steps=7,
+            per_device_train_batch_size=8,
+            learning_rate=1e-3,
+            output_dir=tmp_path / name,
+        )
+
+    train = write_rows(tmp_path / "train.jsonl", task_rows("sst2", 32))
+    monkeypatch.setattr(run_glue, "Trainer", CountedTrainer)
+    run_glue.main(command("whole"))
+    assert steps == list(range(7))
+
+    CountedTrainer.stop_at = 5
+    with pytest.raises(Interrupted):
+        run_glue.main(command("parts"))
+    # what a kill in the middle of writing leaves behind
+    shutil.copytree(tmp_path / "parts" / "checkpoint-3", tmp_path / "parts" / "checkpoint-6")
+    (tmp_path / "parts" / "checkpoint-6" / "trainer_state.json").write_text('{"global_step": 6, "log_hi')
+    CountedTrainer.stop_at = -1
+    steps.clear()
+    run_glue.main(command("parts"))
+    assert steps == [3, 4, 5, 6]
+
+    whole, parts = (
+        YosoForSequenceClassification.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "parts")
+    )
+    for name, weight in whole.items():
+        torch.testing.assert_close(parts[name], weight, rtol=0, atol=0)
+    assert results(tmp_path / "parts")["eval_loss"] == results(tmp_path / "whole")["eval_loss"]
+
+    # finished: started again it trains nothing, keeps its figures, and can still predict
+    before = results(tmp_path / "parts")
+    steps.clear()
+    for changes in ([], ["--do_train=false", "--do_predict", f"--test_file={train}"]):
+        run_glue.main(command("parts") + changes)
+        assert steps == []
+        after = results(tmp_path / "parts")
+        for name in ("train_loss", "train_runtime", "eval_loss", "epoch"):
+            assert after[name] == before[name]
+    assert after["predict_loss"] == before["eval_loss"]
+
+
+def test_attention_and_configuration_are_those_asked_for(run_glue, checkpoints, tmp_path, monkeypatch):
+    built = []
+
+    class SeenTrainer(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            built.append(self.model)
+
+    monkeypatch.setattr(run_glue, "Trainer", SeenTrainer)
+    train = write_rows(tmp_path / "train.jsonl", task_rows("sst2", 8))
+    for architecture, name, value in (
+        ("bert", "attn_implementation", "eager"),
+        ("bert", "attn_implementation", "sdpa"),
+        ("yoso", "config_overrides", "num_hash=7,use_expectation=true"),
+    ):
+        run_glue.main(
+            arguments(
+                model_name_or_path=checkpoints / architecture,
+                task_name="sst2",
+                train_file=train,
+                do_train=True,
+                max_steps=1,
+                output_dir=tmp_path / value,
+                **{name: value},
+            )
+        )
+    assert [model.config._attn_implementation for model in built[:2]] == ["eager", "sdpa"]
+    assert (built[2].config.num_hash, built[2].config.use_expectation) == (7, True)
+    saved = json.loads((tmp_path / "num_hash=7,use_expectation=true" / "config.json").read_text())
+    assert (saved["num_hash"], saved["use_expectation"]) == (7, True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "requested", "expected"),
+    # the tokenizer allows 40; RoBERTa's table of 33 rows has 32 positions for a padding id of 0
+    [("bert", None, 40), ("bert", 48, 48), ("bert", 6, 6), ("roberta", None, 32), ("yoso", None, 40)],
+)
+def test_texts_are_cut_to_the_longest_input(
+    run_glue, checkpoints, tmp_path, monkeypatch, architecture, requested, expected
+):
+    longest = []
+
+    class SeenTrainer(Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            longest.append(inputs["input_ids"].shape[1])
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(run_glue, "Trainer", SeenTrainer)
+    rows = [{"sentence": "good " * 100, "label": 1}, {"sentence": "bad", "label": 0}]
+    length = {} if requested is None else {"max_seq_length": requested}
+    run_glue.main(
+        arguments(
+            model_name_or_path=checkpoints / architecture,
+            task_name="sst2",
+            train_file=write_rows(tmp_path / "train.jsonl", rows),
+            do_train=True,
+            max_steps=2,
+            per_device_train_batch_size=1,
+            output_dir=tmp_path / "run",
+            **length,
+        )
+    )
+    # a batch is as long as its own text
+    assert sorted(longest) == [3, expected]
+
+
+def test_the_recipe_is_read_and_overridden(run_glue):
+    args, training_args = run_glue.parse_arguments(
+        [run_glue.GlueArguments, run_glue.TrainingArguments],
+        [
+            str(ROOT / "configs" / "glue.yaml"),
+            "--model_name_or_path",
+            "m",
+            "--seed",
+            "7",
+            "--do_eval",
+            "false",
+        ],
+    )
+    assert training_args.learning_rate == 3e-5
+    assert training_args.per_device_train_batch_size == 32
+    assert training_args.do_train
+    assert training_args.seed == 7
+    assert args.model_name_or_path == "m"
+
+
+SST2 = {"sentence": "good film", "label": 1}
+BAD_INPUT = {
+    "column missing": (
+        {"train_file": [{"text": "good", "label": 1}]},
+        "--train_file .*train.jsonl has no column 'sentence'; its columns are text, label",
+    ),
+    "label column missing": (
+        {"validation_file": [{"sentence": "good"}]},
+        "--validation_file .*validation.jsonl has no column 'label'; its columns are sentence",
+    ),
+    "own label column missing": (
+        {"task_name": None, "label_column": "y"},
+        "--train_file .*train.jsonl has no column 'y'; its columns are sentence, label",
+    ),
+    "own text column missing": (
+        {"task_name": None, "sentence1_column": "text", "train_file": [SST2, SST2 | {"label": 0}]},
+        "--train_file .*train.jsonl has no column 'text'; its columns are sentence, label",
+    ),
+    "no text": (
+        {"task_name": None, "train_file": [{"x": 1, "label": 1}]},
+        "no column of text beside the label; it has x, label",
+    ),
+    "text of numbers": ({"train_file": [{"sentence": 5, "label": 1}]}, "column 'sentence' must hold text"),
+    "text missing in a row": (
+        {"train_file": [SST2, SST2 | {"sentence": None}]},
+        "'sentence' has rows without a text",
+    ),
+    "unknown label in validation": (
+        {"validation_file": [SST2, SST2 | {"label": 2}]},
+        "--validation_file .*: column 'label' holds 2; allowed are 0 to 1 or negative, positive",
+    ),
+    "-1 in validation": (
+        {"validation_file": [SST2 | {"label": -1}]},
+        "column 'label' holds -1; allowed are 0 to 1",
+    ),
+    "unknown label in test": (
+        {"test_file": [SST2, SST2 | {"label": -1}], "do_predict": True},
+        "--test_file .*: column 'label' holds -1",
+    ),
+    "own label unknown to training": (
+        {
+            "task_name": None,
+            "train_file": [SST2 | {"label": label} for label in "ab"],
+            "validation_file": [SST2 | {"label": "c"}],
+        },
+        "--validation_file .*: column 'label' holds 'c'; allowed are a, b",
+    ),
+    "one class": ({"task_name": None}, "column 'label' must hold two labels or more"),
+    "score out of range": (
+        {"task_name": "stsb", "train_file": [{"sentence1": "a", "sentence2": "b", "label": 5.5}]},
+        "column 'label' holds 5.5; allowed are numbers from 0 to 5",
+    ),
+    "length": ({"max_seq_length": 49}, "--max_seq_length .* at most 48; got 49"),
+    "no length": ({"max_seq_length": 2}, "--max_seq_length must be at least .*; got 2"),
+    "samples": ({"max_eval_samples": 0}, "--max_eval_samples must be at least 1, got 0"),
+    "no validation file": ({"validation_file": None}, "--validation_file is missing"),
+    "no mismatched file": ({"task_name": "mnli"}, "--validation_mismatched_file is missing"),
+    "mismatched file": ({"validation_mismatched_file": [SST2]}, "for --task_name mnli alone"),
+    "columns of a task": ({"sentence1_column": "text"}, "--task_name sst2 fixes the columns"),
+    "second column alone": (
+        {"task_name": None, "sentence2_column": "text"},
+        "--sentence2_column needs --sentence1",
+    ),
+    "no data": (
+        {"task_name": None, "train_file": None, "validation_file": None},
+        "give --task_name, one of cola, mnli",
+    ),
+    "nothing to do": ({"do_train": False, "do_eval": False}, "nothing to do"),
+    "lists of labels": (
+        {"train_file": [SST2 | {"label": [0, 1]}]},
+        "column 'label' must hold one label a row",
+    ),
+    "attention": (
+        {"architecture": "yoso", "attn_implementation": "eager"},
+        "--attn_implementation eager has no effect on Yoso",
+    ),
+    "override": ({"config_overrides": "num_hashes=64"}, "--config_overrides: BertConfig has no 'num_hashes'"),
+    "override's value": (
+        {"architecture": "yoso", "config_overrides": "num_hash=0"},
+        "--config_overrides num_hash=0: .*\n.*num_hash must be at least 1",
+    ),
+    "untrained head": ({"do_train": False}, "is no checkpoint of BertForSequenceClassification"),
+    "own resume": ({"resume_from_checkpoint": "x"}, "--resume_from_checkpoint is not used"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_refused_before_work_begins(run_glue, checkpoints, tmp_path, changes, message):
+    values = {
+        "architecture": "bert",
+        "task_name": "sst2",
+        "train_file": [SST2],
+        "validation_file": [SST2],
+        "do_train": True,
+        "do_eval": True,
+    } | changes
+    values["model_name_or_path"] = checkpoints / values.pop("architecture")
+    for name, rows in values.items():
+        if name.endswith("_file") and rows:
+            values[name] = write_rows(tmp_path / f"{name.removesuffix('_file')}.jsonl", rows)
+    given = {name: value for name, value in values.items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        run_glue.main(arguments(output_dir=tmp_path / "run", **given))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train.txt", "good", "must end in one of .csv, .json, .jsonl, .parquet"),
+        ("train.jsonl", "", "the file is empty"),
+        ("train.csv", "sentence,label\n", "no rows can be read as csv"),
+        ("train.json", "[]", "no rows can be read as json"),
+        ("train.jsonl", '{"sentence": "good", "lab', "no rows can be read as json"),
+        ("train.parquet", "nothing of the kind", "no rows can be read as parquet"),
+        ("train.jsonl", None, "no such file"),
+    ],
+)
+def test_files_that_hold_no_data_are_refused(run_glue, checkpoints, tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"--train_file .*{name}: .*({message})"):
+        run_glue.main(
+            arguments(
+                model_name_or_path=checkpoints / "bert",
+                task_name="sst2",
+                train_file=tmp_path / name,
+                do_train=True,
+                output_dir=tmp_path / "run",
+            )
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_task_is_refused_with_the_nine(run_glue, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run_glue.main(arguments(model_name_or_path="m", task_name="sst-2", do_train=True, output_dir=tmp_path / "run"))
+    message = capsys.readouterr().err
+    assert "--task_name" in message and "'sst-2'" in message
+    for name in ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"):
+        assert name in message.partition("choose from")[2]
+
+
+def test_unknown_arguments_are_refused(run_glue, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model_name_or_path: m\nlearning_rat: 1e-3\n")
+    with pytest.raises(ValueError, match="learning_rat"):
+        run_glue.main([str(recipe)])
+    with pytest.raises(ValueError, match="no such file"):
+        run_glue.main([str(tmp_path / "missing.yaml")])
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(run_glue, checkpoints, tmp_path):
+    shutil.copytree(checkpoints / "yoso", tmp_path / "mixed")
+    BertModel(BertConfig(**SIZES, vocab_size=18)).save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path / "mixed")
+    with pytest.raises(
+        ValueError, match=r"--model_name_or_path .*mixed is no checkpoint of YosoForSequence.*such as yoso\."
+    ):
+        run_glue.main(
+            arguments(
+                model_name_or_path=tmp_path / "mixed",
+                task_name="sst2",
+                train_file=write_rows(tmp_path / "train.jsonl", [SST2]),
+                do_train=True,
+                output_dir=tmp_path / "run",
+            )
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_for_other_labels_is_refused_untrained(run_glue, checkpoints, tmp_path):
+    labels = {0: "spam", 1: "ham"}
+    BertForSequenceClassification.from_pretrained(checkpoints / "bert", id2label=labels).save_pretrained(
+        tmp_path / "spam"
+    )
+    with pytest.raises(ValueError, match="labels are spam, ham, the task's are negative, positive"):
+        run_glue.main(
+            arguments(
+                model_name_or_path=tmp_path / "spam",
+                tokenizer_name=checkpoints / "bert",
+                task_name="sst2",
+                validation_file=write_rows(tmp_path / "validation.jsonl", [SST2]),
+                do_eval=True,
+                output_dir=tmp_path / "run",
+            )
+        )
+
+
+def test_a_directory_with_something_else_is_left_alone(run_glue, checkpoints, tmp_path):
+    def command(**changes) -> list[str]:
+        return arguments(
+            model_name_or_path=checkpoints / "bert",
+            task_name="sst2",
+            train_file=train,
+            do_train=True,
+            max_steps=1,
+            **({"output_dir": tmp_path / "run"} | changes),
+        )
+
+    train = write_rows(tmp_path / "train.jsonl", task_rows("sst2", 8))
+    run_glue.main(command(learning_rate=1e-4))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    with pytest.raises(ValueError, match="holds another run: learning_rate is 0.0001 there and 0.0002 here"):
+        run_glue.main(command(learning_rate=2e-4))
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
+
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("one")
+    with pytest.raises(ValueError, match="thesis holds files but no run.json"):
+        run_glue.main(command(output_dir=tmp_path / "thesis"))
+    assert os.listdir(tmp_path / "thesis") == ["chapter.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        [sys.executable, SCRIPT],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT],
+        [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--cpu",
+            "--num_processes=1",
+            SCRIPT,
+        ],
+    ],
+    ids=["python", "torchrun", "accelerate"],
+)
+def test_it_runs_under_every_launcher(checkpoints, tmp_path, launcher):
+    values = {"model_name_or_path": checkpoints / "yoso", "task_name": "mrpc", "output_dir": tmp_path / "run"}
+    rows = task_rows("mrpc", 33)
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    command = [
+        *launcher,
+        *arguments(
+            **values,
+            train_file=file,
+            validation_file=file,
+            test_file=file,
+            do_train=True,
+            do_eval=True,
+            do_predict=True,
+            num_train_epochs=2,
+            learning_rate=1e-2,
+        ),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    for _ in range(2):
+        subprocess.run(list(map(str, command)), env=environment, check=True, timeout=300)
+        ids = outputs_one_by_one(tmp_path / "run", rows, TASKS["mrpc"].columns).argmax(-1)
+        assert predictions(tmp_path / "run" / "MRPC.tsv") == [str(int(index)) for index in ids]
+        accuracy = np.mean([row["label"] == int(index) for row, index in zip(rows, ids, strict=True)])
+        assert results(tmp_path / "run")["eval_accuracy"] == pytest.approx(accuracy)

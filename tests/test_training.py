@@ -1,0 +1,199 @@
+import pytest
+import torch
+from transformers import (
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    TrainingArguments,
+)
+from transformers.trainer_callback import TrainerState
+
+from yoso_hf import YosoConfig, YosoForMaskedLM, YosoModel
+from yoso_hf.training import (
+    check_attention,
+    describe_run,
+    find_checkpoint,
+    finished_state,
+    load_pretrained,
+    longest_input,
+    override_config,
+    parse_arguments,
+    write_run,
+    write_text,
+)
+
+SIZES = {
+    "vocab_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+}
+
+
+def test_the_command_line_overrides_the_file(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "learning_rate: 3e-5\nwarmup_steps: 0.1\nbf16: false\ndo_train: true\nhub_token: null\n"
+        "lr_scheduler_kwargs: {num_cycles: 2}\nlabel_names: [labels, more]\nseed: 1\n"
+    )
+    (args,) = parse_arguments([TrainingArguments], [str(recipe), "--seed", "5", "--do_train", "false"])
+    assert (args.learning_rate, args.warmup_steps, args.bf16) == (3e-5, 0.1, False)
+    assert (args.lr_scheduler_kwargs, args.label_names) == ({"num_cycles": 2}, ["labels", "more"])
+    assert (args.seed, args.do_train, args.hub_token) == (5, False, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("seeds: 1", "seeds"), ("- seed", "must hold `argument: value` lines"), (None, "no such file")],
+)
+def test_a_wrong_file_is_refused(tmp_path, text, message):
+    recipe = tmp_path / "recipe.yaml"
+    if text:
+        recipe.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        parse_arguments([TrainingArguments], [str(recipe)])
+
+
+def test_overrides_are_typed_and_checked():
+    config = YosoConfig(hidden_dropout_prob=0.2)
+    changed = override_config(
+        config, "num_hash=7,use_expectation=false,layer_norm_eps=1e-5,conv_window=3,hash_seed=null,hidden_act=relu"
+    )
+    assert (changed.num_hash, changed.use_expectation, changed.layer_norm_eps) == (7, False, 1e-5)
+    assert (changed.conv_window, changed.hash_seed, changed.hidden_act) == (3, None, "relu")
+    assert changed.hidden_dropout_prob == 0.2
+    assert (config.num_hash, config.use_expectation) == (64, True)
+    assert override_config(config, None).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("num_hash", "must be name=value,name=value, got 'num_hash'"),
+        ("num_hashes=3", "YosoConfig has no 'num_hashes'"),
+        ("num_hash=many", "'num_hash' expected int, got str"),
+        ("conv_window=4", "conv_window must be None or an odd positive number, got 4"),
+    ],
+)
+def test_wrong_overrides_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        override_config(YosoConfig(), overrides)
+
+
+def write_state(folder, step: int, max_steps: int = 20) -> None:
+    folder.mkdir()
+    TrainerState(global_step=step, max_steps=max_steps).save_to_json(folder / "trainer_state.json")
+
+
+def test_the_last_complete_checkpoint_is_found(tmp_path):
+    run = describe_run(TrainingArguments(output_dir=str(tmp_path / "a"), learning_rate=1e-3), model="m")
+    folder = tmp_path / "run"
+    assert find_checkpoint(folder, run) is None
+    assert not folder.exists()
+    write_run(folder, run)
+    assert find_checkpoint(folder, run) is None
+    write_state(folder / "checkpoint-9", 9)
+    write_state(folder / "checkpoint-10", 10)
+    # killed before its trainer state was written, and in the middle of that
+    (folder / "checkpoint-11").mkdir()
+    (folder / "checkpoint-12").mkdir()
+    (folder / "checkpoint-12" / "trainer_state.json").write_text('{"epoch": 1.0, "glob')
+    assert find_checkpoint(folder, run) == str(folder / "checkpoint-10")
+
+    # where it lies and how it reports do not make another run, what it learns does
+    elsewhere = TrainingArguments(output_dir=str(tmp_path / "b"), learning_rate=1e-3, logging_steps=3)
+    assert find_checkpoint(folder, describe_run(elsewhere, model="m")) == str(folder / "checkpoint-10")
+    with pytest.raises(ValueError, match="holds another run: model is 'm' there and 'other' here"):
+        find_checkpoint(folder, describe_run(elsewhere, model="other"))
+    elsewhere.learning_rate = 2e-3
+    with pytest.raises(ValueError, match="another run: learning_rate is 0.001 there and 0.002 here"):
+        find_checkpoint(folder, describe_run(elsewhere, model="m"))
+
+
+def test_a_directory_of_other_files_is_no_run(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds files but no run.json"):
+        find_checkpoint(tmp_path, {})
+    with pytest.raises(ValueError, match="must be a directory, got the file"):
+        find_checkpoint(tmp_path / "notes.txt", {})
+
+
+def test_a_run_without_steps_left_is_finished(tmp_path):
+    assert finished_state(None) is None
+    write_state(tmp_path / "checkpoint-19", 19)
+    write_state(tmp_path / "checkpoint-20", 20)
+    assert finished_state(str(tmp_path / "checkpoint-19")) is None
+    assert finished_state(str(tmp_path / "checkpoint-20")).global_step == 20
+
+
+def test_a_text_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "text"
+    write_text(path, "first")
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(type(path), "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_text(path, "second")
+    assert path.read_text() == "first"
+
+
+def test_a_model_is_loaded_in_float32_with_all_its_weights(tmp_path):
+    config = YosoConfig(**SIZES)
+    saved = YosoForMaskedLM(config).to(torch.bfloat16)
+    saved.save_pretrained(tmp_path / "model")
+    loaded = load_pretrained(AutoModelForMaskedLM, str(tmp_path / "model"), config)
+    for name, weight in saved.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], weight.float(), rtol=0, atol=0)
+
+
+def test_only_a_new_head_may_be_missing(tmp_path):
+    config = YosoConfig(**SIZES)
+    YosoModel(config).save_pretrained(tmp_path / "base")
+    load_pretrained(AutoModelForMaskedLM, str(tmp_path / "base"), config, new_head=True)
+    with pytest.raises(ValueError, match="is no checkpoint of YosoForMaskedLM: .* such as cls.predictions"):
+        load_pretrained(AutoModelForMaskedLM, str(tmp_path / "base"), config)
+
+    # one layer more than the checkpoint has, and a table of another shape
+    for change in ({"num_hidden_layers": 2}, {"max_position_embeddings": 16}):
+        with pytest.raises(ValueError, match="are missing or of another shape, such as yoso"):
+            load_pretrained(AutoModelForMaskedLM, str(tmp_path / "base"), YosoConfig(**SIZES | change), new_head=True)
+
+
+def test_an_attention_without_effect_is_refused():
+    check_attention(YosoForMaskedLM(YosoConfig(**SIZES)), None)
+    with pytest.raises(ValueError, match="--attn_implementation eager has no effect on YosoForMaskedLM"):
+        check_attention(YosoForMaskedLM(YosoConfig(**SIZES)), "eager")
+    bert = BertForMaskedLM._from_config(BertConfig(**SIZES), attn_implementation="sdpa")
+    check_attention(bert, "sdpa")
+    with pytest.raises(ValueError, match="--attn_implementation eager has no effect"):
+        check_attention(bert, "eager")
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        (YosoForMaskedLM, YosoConfig(**SIZES, max_position_embeddings=12)),
+        (BertForMaskedLM, BertConfig(**SIZES, max_position_embeddings=12)),
+        # its first two rows stand for no position and for padding
+        (RobertaForMaskedLM, RobertaConfig(**SIZES, max_position_embeddings=14)),
+    ],
+)
+def test_the_longest_input_runs_and_a_longer_one_does_not(model_class, config):
+    model = model_class(config)
+    assert longest_input(model) == 12
+    # id 5 is padding in none of them
+    model(input_ids=torch.full((1, 12), 5))
+    with pytest.raises((IndexError, RuntimeError, ValueError)):
+        model(input_ids=torch.full((1, 13), 5))
+
+
+def test_without_a_table_of_positions_the_configuration_tells():
+    config = ModernBertConfig(**SIZES, pad_token_id=0, max_position_embeddings=64)
+    assert longest_input(ModernBertForMaskedLM(config)) == 64
