@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from . import ops
 from .hashing import MAX_HASH_CODE_LEN, HashFunctions
+from .ops import expectation_attention, sampled_attention, unit_rows
 
 NORMALIZATIONS = ("l2", "sum", None)
 BACKWARDS = ("sampled", "expectation", "exact")
@@ -71,7 +71,7 @@ def yoso_attention(
             # a zero value adds nothing, and a zero key gets no gradient
             masked = ~key_mask[:, None, :, None]
             key, value = key.masked_fill(masked, 0), value.masked_fill(masked, 0)
-        out = ops.expectation_attention(query, key, value, hash_code_len, backward == "exact")
+        out = expectation_attention(query, key, value, hash_code_len, backward == "exact")
     else:
         if hash_functions is None:
             hash_functions = HashFunctions.sample(
@@ -79,11 +79,11 @@ def yoso_attention(
             )
         query_codes = hash_functions.codes(query.detach())
         key_codes = hash_functions.codes(key.detach(), key_mask)
-        out = ops.sampled_attention(
+        out = sampled_attention(
             query, key, value, query_codes, key_codes, hash_code_len, backward == "expectation"
         )
     if normalization == "l2":
-        out, _ = ops.unit_rows(out)
+        out, _ = unit_rows(out)
     elif normalization == "sum":
         out = _divide_by_last_column(out)
     return out.to(out_dtype)

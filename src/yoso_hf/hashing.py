@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import ops
+from .ops import hash_gaussian, hash_hadamard
 
 MAX_HASH_CODE_LEN = 16
 KINDS = ("hadamard", "gaussian")
@@ -105,5 +105,5 @@ class HashFunctions:
         Returns:
             Codes in [0, 2**tau), and -1 where the mask is False; shape [B, H, m, N], int16 for tau <= 15, else int32.
         """
-        hash_op = ops.hash_gaussian if self.kind == "gaussian" else ops.hash_hadamard
+        hash_op = hash_gaussian if self.kind == "gaussian" else hash_hadamard
         return hash_op(x, self.parameters.float(), mask, self.num_hash, self.hash_code_len)

@@ -260,3 +260,19 @@ def _wide_unit_rows(x: Tensor) -> Tensor:
 
 def _through_unit_rows(x: Tensor, grad: Tensor) -> Tensor:
     return unit_rows_backward(grad, *unit_rows(_accumulator(x))).to(x.dtype)
+
+
+# by the operators' names
+DEFINITIONS = {
+    function.__name__: function
+    for function in (
+        hash_hadamard,
+        hash_gaussian,
+        sampled_attention,
+        sampled_attention_backward,
+        expectation_attention,
+        expectation_attention_backward,
+        unit_rows,
+        unit_rows_backward,
+    )
+}

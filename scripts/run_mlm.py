@@ -1,0 +1,393 @@
+"""Pretrain, or go on pretraining, a masked language model on blocks of text of any length, with Trainer.
+
+    # a small YOSO from scratch, with a tokenizer trained on the corpus; everything else from the recipe
+    python scripts/run_mlm.py configs/tiny.yaml --train_file corpus.txt --output_dir runs/tiny
+
+    # the hub checkpoint's shape, on a data set of the hub, on 8 GPUs
+    torchrun --nproc_per_node 8 scripts/run_mlm.py configs/yoso-4096.yaml --bf16 \\
+        --dataset_name wikimedia/wikipedia --dataset_config_name 20231101.en --output_dir runs/yoso-4096
+    accelerate launch scripts/run_mlm.py configs/yoso-4096.yaml --bf16 \\
+        --dataset_name wikimedia/wikipedia --dataset_config_name 20231101.en --output_dir runs/yoso-4096
+
+    # continued pretraining on your own documents, sampled instead of exact attention
+    python scripts/run_mlm.py --model_name_or_path uw-madison/yoso-4096 \\
+        --config_overrides use_expectation=false,num_hash=32 --train_file 'documents/*.jsonl' \\
+        --do_eval --gradient_checkpointing --max_steps 1000 --learning_rate 3e-5 --output_dir runs/continued
+
+    # a corpus too large to keep a copy of: read while training
+    python scripts/run_mlm.py configs/base-512.yaml --dataset_name HuggingFaceFW/fineweb --streaming \\
+        --max_eval_blocks 500 --output_dir runs/base-512
+
+    # the same recipe with softmax attention, for comparison
+    python scripts/run_mlm.py configs/small-512.yaml --model_type roberta --attn_implementation sdpa \\
+        --config_overrides num_hidden_layers=4,hidden_size=512,max_position_embeddings=514 \\
+        --train_file corpus.txt --output_dir runs/roberta-512
+
+    # loss and perplexity of a checkpoint, nothing trained
+    python scripts/run_mlm.py --model_name_or_path runs/tiny --do_train false --do_eval \\
+        --validation_file valid.txt --output_dir runs/tiny-valid
+
+    # one GPU out of several
+    CUDA_VISIBLE_DEVICES=0 python scripts/run_mlm.py ...
+
+Arguments on the command line override those of the YAML file; all of transformers' TrainingArguments are
+allowed, --push_to_hub among them. The same command with the same output_dir resumes from the last complete
+checkpoint; a finished run is not trained again. all_results.json there holds losses, perplexity and speed.
+
+Each document of the corpus gets the tokenizer's special tokens, and the stream of them is cut into full
+blocks: no padding, and nothing lost but the last incomplete block. With several processes the first one does
+this while the others wait; if it takes longer than --ddp_timeout, run the command with one process first.
+"""
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset, IterableDataset, load_dataset
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_callback import TrainerState
+
+import yoso_hf  # noqa: F401, registers the models
+from yoso_hf.data import (
+    find_files,
+    pack_dataset,
+    read_files,
+    select_text,
+    split_documents,
+    train_tokenizer,
+)
+from yoso_hf.mlm import MaskedLMTrainer, Masking
+from yoso_hf.training import (
+    check_attention,
+    describe_run,
+    find_checkpoint,
+    load_pretrained,
+    longest_input,
+    override_config,
+    parse_arguments,
+    write_run,
+)
+
+
+@dataclass
+class MLMArguments:
+    """What to pretrain, and on which text."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "checkpoint to go on from: a hub name or a directory"}
+    )
+    config_file: str | None = field(
+        default=None,
+        metadata={"help": "config.json of a model to start from scratch: a file, directory or hub name"},
+    )
+    model_type: str | None = field(
+        default=None,
+        metadata={"help": "the same by its type, with that type's default sizes: yoso, roberta, ..."},
+    )
+    config_overrides: str | None = field(
+        default=None,
+        metadata={"help": "values to change in the model's configuration: num_hash=64,use_expectation=false"},
+    )
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "attention of models that let it be chosen: eager, sdpa, ..."}
+    )
+    tokenizer_name: str | None = field(default=None, metadata={"help": "default: model_name_or_path"})
+    train_tokenizer: bool = field(
+        default=False, metadata={"help": "train a byte-level BPE tokenizer on the training documents"}
+    )
+    vocab_size: int = field(default=8192, metadata={"help": "entries of the trained tokenizer, at most"})
+    dataset_name: str | None = field(default=None, metadata={"help": "data set of the hub"})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "its configuration"})
+    train_split: str = field(default="train", metadata={"help": "its split to train on"})
+    validation_split: str | None = field(
+        default=None,
+        metadata={"help": "its split to evaluate on; default: a share of the training documents"},
+    )
+    train_file: list[str] | None = field(
+        default=None, metadata={"help": "txt, json, jsonl or parquet files, or globs, instead of the hub"}
+    )
+    validation_file: list[str] | None = field(default=None, metadata={"help": "the same, to evaluate on"})
+    text_column: str = field(default="text", metadata={"help": "the column that holds the text"})
+    document: str = field(
+        default="paragraph",
+        metadata={
+            "help": "what a document is in txt files; a paragraph ends at a blank line",
+            "choices": ["line", "paragraph", "file"],
+        },
+    )
+    validation_percentage: float = field(
+        default=5.0,
+        metadata={"help": "documents set aside where no validation data are given, evenly spread, in percent"},
+    )
+    streaming: bool = field(
+        default=False, metadata={"help": "read and pack the corpus while training; needs max_steps"}
+    )
+    shuffle_buffer: int = field(default=1000, metadata={"help": "blocks among which a streamed corpus is shuffled"})
+    block_size: int = field(default=4096, metadata={"help": "tokens in a block"})
+    max_eval_blocks: int | None = field(default=None, metadata={"help": "evaluate on the first so many blocks"})
+    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens to predict"})
+    sparse_prediction: bool = field(
+        default=True, metadata={"help": "compute logits for the masked positions only; the loss is the same"}
+    )
+
+
+def check_arguments(args: MLMArguments, training_args: TrainingArguments) -> None:
+    """Refuse what needs no file to be seen wrong."""
+
+    def exactly_one(*names: str) -> None:
+        given = [name for name in names if getattr(args, name)]
+        if len(given) != 1:
+            choices = ", ".join("--" + name for name in names)
+            raise ValueError(f"give exactly one of {choices}; got {' and '.join(given) or 'none'}")
+
+    if not (training_args.do_train or training_args.do_eval):
+        raise ValueError("nothing to do: give --do_train or --do_eval")
+    exactly_one("model_name_or_path", "config_file", "model_type")
+    if training_args.do_train or is_split(args, training_args):
+        exactly_one("dataset_name", "train_file")
+    if args.validation_split and not args.dataset_name:
+        raise ValueError("--validation_split is a split of --dataset_name, which is missing")
+    if args.train_tokenizer:
+        if args.model_name_or_path or args.tokenizer_name:
+            raise ValueError("--train_tokenizer excludes --model_name_or_path and --tokenizer_name")
+        if args.streaming or not training_args.do_train:
+            raise ValueError(
+                "--train_tokenizer reads all training documents: it needs --do_train, without --streaming"
+            )
+    elif not (args.tokenizer_name or args.model_name_or_path):
+        raise ValueError("give --tokenizer_name or --train_tokenizer")
+    if args.block_size < 8:
+        raise ValueError(f"--block_size must be at least 8, got {args.block_size}")
+    if not 0 < args.mlm_probability < 1:
+        raise ValueError(f"--mlm_probability must be above 0 and below 1, got {args.mlm_probability}")
+    if args.max_eval_blocks is not None and args.max_eval_blocks < 1:
+        raise ValueError(f"--max_eval_blocks must be at least 1, got {args.max_eval_blocks}")
+    if args.streaming and training_args.do_train and training_args.max_steps <= 0:
+        raise ValueError("--streaming needs --max_steps: the length of the corpus is not known")
+    if args.streaming and training_args.do_eval and args.max_eval_blocks is None:
+        raise ValueError("--streaming needs --max_eval_blocks to evaluate")
+    if training_args.resume_from_checkpoint:
+        raise ValueError(
+            "--resume_from_checkpoint is not used: the same command resumes in its --output_dir by itself"
+        )
+
+
+def is_split(args: MLMArguments, training_args: TrainingArguments) -> bool:
+    """Whether the validation documents are set aside from those for training."""
+    return training_args.do_eval and not (args.validation_file or args.validation_split)
+
+
+def describe(args: MLMArguments, training_args: TrainingArguments, files: dict[str, list[str]]) -> dict[str, Any]:
+    """What decides the weights: all arguments but those that only choose what to evaluate on."""
+    choices = dataclasses.asdict(args)
+    for name in ("validation_file", "validation_split", "max_eval_blocks"):
+        del choices[name]
+    if not is_split(args, training_args):
+        del choices["validation_percentage"]
+    return describe_run(
+        training_args,
+        script="run_mlm",
+        do_train=training_args.do_train,
+        world_size=training_args.world_size,
+        train_file_bytes={path: os.path.getsize(path) for path in files["train_file"]},
+        **choices,
+    )
+
+
+def make_config(args: MLMArguments, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
+    """The model's configuration; for a tokenizer yet to be trained, with room for its whole vocabulary."""
+    name = args.model_name_or_path or args.config_file
+    config = AutoConfig.from_pretrained(name) if name else AutoConfig.for_model(args.model_type)
+    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+        raise ValueError(
+            f"{name or args.model_type} is of model type {config.model_type}, "
+            "for which transformers has no masked language model"
+        )
+    if not args.model_name_or_path:
+        fitting = {}
+        if args.train_tokenizer or args.model_type:
+            fitting["vocab_size"] = args.vocab_size if tokenizer is None else len(tokenizer)
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(tokenizer, token, None) is not None:
+                fitting[token] = getattr(tokenizer, token)
+        config = type(config).from_dict(config.to_dict() | fitting)
+    return override_config(config, args.config_overrides)
+
+
+def read_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    if not tokenizer.is_fast or tokenizer.mask_token is None:
+        raise ValueError(f"the tokenizer {name_or_path} must be a fast one with a mask token")
+    return tokenizer
+
+
+def new_model(args: MLMArguments, config: PreTrainedConfig) -> PreTrainedModel:
+    return AutoModelForMaskedLM.from_config(config, dtype=torch.float32, attn_implementation=args.attn_implementation)
+
+
+def check_model(args: MLMArguments, model: PreTrainedModel, vocab_size: int) -> None:
+    """Refuse a model that does not fit the attention, the blocks or the tokenizer."""
+    check_attention(model, args.attn_implementation)
+    longest = longest_input(model)
+    if longest is not None and args.block_size > longest:
+        raise ValueError(
+            f"--block_size {args.block_size} is longer than what the model takes, {longest} tokens: "
+            f"its max_position_embeddings is {model.config.max_position_embeddings}"
+        )
+    known = model.get_input_embeddings().num_embeddings
+    if vocab_size > known:
+        raise ValueError(f"the tokenizer has {vocab_size} tokens, the model knows {known} (vocab_size)")
+
+
+def read_documents(
+    args: MLMArguments, training_args: TrainingArguments, files: dict[str, list[str]]
+) -> dict[str, tuple[str, Dataset | IterableDataset]]:
+    """The documents to train on and to validate with, as far as the run needs them, each with its source."""
+
+    def read(argument: str, split: str | None) -> tuple[str, Dataset | IterableDataset]:
+        if files[argument]:
+            source = f"--{argument}"
+            documents = read_files(files[argument], source, document=args.document, streaming=args.streaming)
+        else:
+            source = f"--dataset_name {args.dataset_name}, split {split}"
+            documents = load_dataset(
+                args.dataset_name, args.dataset_config_name, split=split, streaming=args.streaming
+            )
+        return source, select_text(documents, args.text_column, source)
+
+    documents = {}
+    if is_split(args, training_args):
+        source, corpus = read("train_file", args.train_split)
+        training, validation = split_documents(corpus, args.validation_percentage)
+        share = f"the {args.validation_percentage:g} % of {source} for validation (--validation_percentage)"
+        documents = {"train": (source, training), "validation": (share, validation)}
+    else:
+        if training_args.do_train:
+            documents["train"] = read("train_file", args.train_split)
+        if training_args.do_eval:
+            documents["validation"] = read("validation_file", args.validation_split)
+    if not training_args.do_train:
+        documents.pop("train", None)
+    return documents
+
+
+def make_blocks(
+    args: MLMArguments,
+    documents: dict[str, tuple[str, Dataset | IterableDataset]],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+) -> dict[str, Dataset | IterableDataset]:
+    """The packed documents: to train on, as tensors and shuffled if streamed; to validate with, as rows."""
+    blocks = {
+        split: pack_dataset(part, tokenizer, args.block_size, source) for split, (source, part) in documents.items()
+    }
+    if "train" in blocks:
+        if args.streaming:
+            blocks["train"] = blocks["train"].repeat(None).shuffle(seed, buffer_size=args.shuffle_buffer)
+        blocks["train"] = blocks["train"].with_format("torch")
+    if "validation" in blocks and args.max_eval_blocks is not None:
+        validation = blocks["validation"].take(args.max_eval_blocks)
+        if args.streaming:
+            # evaluated many times, read once
+            validation = Dataset.from_list(list(validation), features=validation.features)
+        blocks["validation"] = validation
+    return blocks
+
+
+def main(argv: list[str] | None = None) -> None:
+    args, training_args = parse_arguments([MLMArguments, TrainingArguments], argv)
+    check_arguments(args, training_args)
+    # the logits of a whole evaluation would not fit the memory
+    training_args.prediction_loss_only = True
+    training_args.include_num_input_tokens_seen = "all"
+    files = {name: find_files(getattr(args, name) or [], f"--{name}") for name in ("train_file", "validation_file")}
+    description = describe(args, training_args, files)
+    checkpoint = find_checkpoint(training_args.output_dir, description)
+    set_seed(training_args.seed)
+
+    # Trainer would train a finished run for one more step
+    past = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json") if checkpoint else None
+    finished = past is not None and past.global_step >= past.max_steps
+
+    tokenizer = None
+    if not args.train_tokenizer:
+        tokenizer = read_tokenizer(args.tokenizer_name or args.model_name_or_path)
+    elif checkpoint:
+        tokenizer = read_tokenizer(checkpoint)
+    config = make_config(args, tokenizer)
+    weights = checkpoint if finished else args.model_name_or_path
+    if weights:
+        model = load_pretrained(
+            AutoModelForMaskedLM,
+            weights,
+            config,
+            attn_implementation=args.attn_implementation,
+            new_head=training_args.do_train,
+        )
+    else:
+        # no weights yet: what does not fit is to be refused before the documents are read
+        with torch.device("meta"):
+            model = new_model(args, config)
+    check_model(args, model, args.vocab_size if tokenizer is None else len(tokenizer))
+
+    with training_args.main_process_first(desc="reading the documents"):
+        documents = read_documents(args, training_args, files)
+    if tokenizer is None:
+        if training_args.process_index == 0:
+            _, training = documents["train"]
+            tokenizer = train_tokenizer((row["text"] for row in training), args.vocab_size)
+        (tokenizer,) = broadcast_object_list([tokenizer])
+    tokenizer.model_max_length = args.block_size
+    with training_args.main_process_first(desc="packing the documents"):
+        blocks = make_blocks(args, documents, tokenizer, training_args.seed)
+    if not weights:
+        model = new_model(args, make_config(args, tokenizer))
+
+    if training_args.should_save:
+        write_run(training_args.output_dir, description)
+    masking = Masking(tokenizer, args.mlm_probability)
+    validation = blocks.get("validation")
+    trainer = MaskedLMTrainer(
+        model=model,
+        args=training_args,
+        masking=masking,
+        sparse_prediction=args.sparse_prediction,
+        train_dataset=blocks.get("train"),
+        eval_dataset=None if validation is None else validation.with_transform(masking.mask_rows),
+        processing_class=tokenizer,
+    )
+    if finished:
+        trainer.state = past
+    elif training_args.do_train:
+        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+        metrics["train_tokens_per_second"] = metrics["train_samples_per_second"] * args.block_size
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+        trainer.save_state()
+    if training_args.do_train:
+        trainer.save_model()
+    if training_args.do_eval:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+    if training_args.push_to_hub:
+        trainer.push_to_hub()
+    if trainer.is_world_process_zero():
+        print(f"model, tokenizer and all_results.json: {training_args.output_dir}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Text for masked language modelling: documents, blocks of tokens, a tokenizer trained on the corpus."""
+
+import glob
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, Sequence, Value, load_dataset
+from datasets.exceptions import DatasetGenerationError
+from datasets.fingerprint import Hasher
+from transformers import PreTrainedTokenizerBase, RobertaTokenizer
+
+_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+# what the "text" builder of datasets calls them
+_DOCUMENT_UNITS = {"line": "line", "paragraph": "paragraph", "file": "document"}
+# enough for the tokenizer's threads, and its own records of so much text still fit in memory
+_CHARACTERS_AT_ONCE = 2**20
+
+
+def find_files(patterns: list[str], source: str) -> list[str]:
+    """The files that paths and globs stand for.
+
+    Args:
+        patterns: paths or globs of .txt, .json, .jsonl or .parquet files, all of one kind.
+        source: where they come from, for messages: "--train_file".
+
+    Returns:
+        The paths, in the order of patterns, sorted within a glob.
+
+    Raises:
+        ValueError: a pattern matches nothing, a file is empty, or the kinds are mixed or unknown.
+    """
+    files = []
+    for pattern in patterns:
+        matches = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+        if not matches:
+            raise ValueError(f"{source} {pattern}: no such file")
+        files += matches
+    for path in files:
+        if os.path.getsize(path) == 0:
+            raise ValueError(f"{source} {path}: the file is empty")
+    endings = {os.path.splitext(path)[1] for path in files}
+    if len(endings) > 1 or not endings <= _BUILDERS.keys():
+        raise ValueError(
+            f"{source} takes files of one kind, {' or '.join(_BUILDERS)}; got {' and '.join(sorted(endings))}"
+        )
+    return files
+
+
+def read_files(
+    files: list[str], source: str, *, document: str = "paragraph", streaming: bool = False
+) -> Dataset | IterableDataset:
+    """Open local files as a dataset.
+
+    Args:
+        files: what `find_files` gave.
+        source: where they come from, for messages: "--train_file".
+        document: what a document is in a .txt file: "line", "paragraph" (a blank line ends it) or "file".
+        streaming: read the files as they are used, instead of into the cache of datasets first.
+
+    Returns:
+        One row per document; the text of .txt files is in the column "text".
+
+    Raises:
+        ValueError: a file cannot be read as its ending says.
+    """
+    builder = _BUILDERS[os.path.splitext(files[0])[1]]
+    options = {"sample_by": _DOCUMENT_UNITS[document]} if builder == "text" else {}
+    try:
+        return load_dataset(builder, data_files=files, split="train", streaming=streaming, **options)
+    except (DatasetGenerationError, ValueError) as error:
+        raise ValueError(f"{source} cannot be read as {builder}: {error.__cause__ or error}") from error
+
+
+def select_text(
+    documents: Dataset | IterableDataset, text_column: str, source: str
+) -> Dataset | IterableDataset:
+    """Reduce a dataset to its text.
+
+    Args:
+        documents: one row per document.
+        text_column: the column that holds the text.
+        source: where the documents come from, for messages: "--train_file".
+
+    Returns:
+        The same documents with the one column "text".
+
+    Raises:
+        ValueError: there are no documents, or no such column, or it holds no text.
+    """
+    first = next(iter(documents), None)
+    if first is None:
+        raise ValueError(f"{source} holds no documents")
+    if text_column not in first:
+        raise ValueError(
+            f"--text_column {text_column}: no such column in {source}, which has {', '.join(first)}"
+        )
+    if not isinstance(first[text_column], str | None):
+        raise ValueError(
+            f"--text_column {text_column} must hold text, got {type(first[text_column]).__name__} in {source}"
+        )
+    documents = documents.select_columns(text_column)
+    return documents if text_column == "text" else documents.rename_column(text_column, "text")
+
+
+def split_documents(
+    documents: Dataset | IterableDataset, percentage: float
+) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset]:
+    """Set documents aside for validation, evenly spread: the first of every 100 / percentage.
+
+    Args:
+        documents: one row per document.
+        percentage: share of the documents to set aside, in percent, above 0 and at most 50.
+
+    Returns:
+        The documents to train on, and those to validate with.
+
+    Raises:
+        ValueError: the percentage is out of range.
+    """
+    if not 0 < percentage <= 50:
+        raise ValueError(f"--validation_percentage must be above 0 and at most 50, got {percentage}")
+    every = round(100 / percentage)
+    parts = (
+        documents.filter(
+            _is_in_split, with_indices=True, fn_kwargs={"every": every, "validation": validation}
+        )
+        for validation in (False, True)
+    )
+    return tuple(parts)
+
+
+def _is_in_split(_, index: int, every: int, validation: bool) -> bool:
+    return (index % every == 0) == validation
+
+
+def pack_documents(
+    texts: Iterable[str | None], tokenizer: PreTrainedTokenizerBase, block_size: int
+) -> Iterator[np.ndarray]:
+    """Tokenise documents and cut their concatenation into full blocks.
+
+    Every document carries the tokenizer's special tokens, which separate it from its neighbours. A block ends
+    anywhere in a document; only what is left after the last full block of all is dropped.
+
+    Args:
+        texts: the documents; None and blank ones are left out.
+        tokenizer: a fast tokenizer.
+        block_size: tokens in a block, >= 1.
+
+    Yields:
+        int32 array of shape [block_size].
+    """
+    rest = np.empty(0, np.int32)
+    for batch in _batches(texts):
+        documents = tokenizer(batch, return_attention_mask=False, verbose=False)["input_ids"]
+        tokens = np.fromiter(itertools.chain(rest, *documents), np.int32)
+        end = len(tokens) - len(tokens) % block_size
+        yield from tokens[:end].reshape(-1, block_size)
+        rest = tokens[end:]
+
+
+def _batches(texts: Iterable[str | None]) -> Iterator[list[str]]:
+    batch, characters = [], 0
+    for text in texts:
+        if text is None or not text.strip():
+            continue
+        batch.append(text)
+        characters += len(text)
+        if characters >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def pack_dataset(
+    documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, block_size: int, source: str
+) -> Dataset | IterableDataset:
+    """Pack a dataset of documents with `pack_documents`.
+
+    The blocks of a Dataset are written to the cache of datasets, and found there again as long as documents,
+    tokenizer and block_size are the same; those of an IterableDataset are made as they are used.
+
+    Args:
+        documents: rows with the column "text".
+        tokenizer: a fast tokenizer.
+        block_size: tokens in a block, >= 1.
+        source: where the documents come from, for messages: "--train_file".
+
+    Returns:
+        Rows with the column "input_ids", int32 of length block_size; of the kind of documents.
+
+    Raises:
+        ValueError: the documents are shorter than one block.
+    """
+    # from_generator would remember the empty result
+    if next(_blocks(documents, tokenizer, block_size), None) is None:
+        raise ValueError(f"{source} holds fewer tokens than one block: --block_size is {block_size}")
+    arguments = {"documents": documents, "tokenizer": tokenizer, "block_size": block_size}
+    features = Features({"input_ids": Sequence(Value("int32"), length=block_size)})
+    if isinstance(documents, IterableDataset):
+        return IterableDataset.from_generator(_blocks, features=features, gen_kwargs=arguments)
+    # the tokenizer as a Python object hashes differently in every process
+    fingerprint = Hasher.hash([documents._fingerprint, tokenizer.backend_tokenizer.to_str(), block_size])
+    return Dataset.from_generator(_blocks, features=features, gen_kwargs=arguments, fingerprint=fingerprint)
+
+
+def _blocks(
+    documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, block_size: int
+) -> Iterator[dict[str, np.ndarray]]:
+    texts = (row["text"] for row in documents)
+    for block in pack_documents(texts, tokenizer, block_size):
+        yield {"input_ids": block}
+
+
+def train_tokenizer(texts: Iterable[str | None], vocab_size: int) -> RobertaTokenizer:
+    """Train a byte-level BPE tokenizer with RoBERTa's special tokens.
+
+    Args:
+        texts: the documents; None and blank ones are left out.
+        vocab_size: entries of the vocabulary, at least the 256 bytes and 5 special tokens; a small corpus may
+            give fewer.
+
+    Returns:
+        The tokenizer: <s> 0, <pad> 1, </s> 2, <unk> 3, <mask> 4.
+
+    Raises:
+        ValueError: vocab_size is too small.
+    """
+    special = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+    if vocab_size < 256 + len(special):
+        raise ValueError(f"--vocab_size must be at least {256 + len(special)}, got {vocab_size}")
+    empty = RobertaTokenizer(vocab={token: index for index, token in enumerate(special)}, merges=[])
+    return empty.train_new_from_iterator(_batches(texts), vocab_size)

@@ -1,0 +1,148 @@
+"""Masked language modelling with Trainer: repeatable masks, logits for the masked positions only."""
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerBase,
+    Trainer,
+    default_data_collator,
+)
+
+IGNORED = -100
+
+
+class Masking:
+    """BERT's masking: of the chosen tokens 80 % become the mask token, 10 % another token, 10 % stay.
+
+    Args:
+        tokenizer: a tokenizer with a mask token; its special tokens are never chosen.
+        probability: chance of a token to be chosen, 0..1.
+
+    Raises:
+        ValueError: the tokenizer has no mask token, or the probability is out of range.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float):
+        self.collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability)
+        self.special = torch.tensor(tokenizer.all_special_ids)
+
+    def __call__(self, input_ids: Tensor, seed: Sequence[int]) -> dict[str, Tensor]:
+        """Mask blocks, the same way for the same seed.
+
+        Args:
+            input_ids: int64 tensor of any shape.
+            seed: numbers >= 0 that together decide the masks.
+
+        Returns:
+            "input_ids", masked, and "labels", the original ids where masked and -100 elsewhere; both with the
+            shape and on the device of the given ones.
+        """
+        state = np.random.SeedSequence(seed).generate_state(1, np.uint64)
+        self.collator.generator = torch.Generator().manual_seed(int(state[0]))
+        original = input_ids.cpu()
+        masked, labels = self.collator.torch_mask_tokens(
+            original.clone(), special_tokens_mask=torch.isin(original, self.special)
+        )
+        return {"input_ids": masked.to(input_ids.device), "labels": labels.to(input_ids.device)}
+
+    def mask_rows(self, rows: dict[str, list]) -> dict[str, list[Tensor]]:
+        """Mask each block by a seed made of its own tokens: the same at every evaluation, in whatever batch.
+
+        Args:
+            rows: "input_ids", a list of blocks, as `Dataset.with_transform` hands them over.
+
+        Returns:
+            "input_ids" and "labels" as lists of tensors.
+        """
+        masked = []
+        for block in rows["input_ids"]:
+            tokens = torch.as_tensor(block, dtype=torch.int64)
+            masked.append(self(tokens, [zlib.crc32(tokens.numpy().tobytes())]))
+        return {name: [block[name] for block in masked] for name in ("input_ids", "labels")}
+
+
+class MaskedLMTrainer(Trainer):
+    """Trainer for masked language modelling on blocks without padding.
+
+    Training batches hold "input_ids" alone and are masked here, by a seed made of the run's seed, the step
+    and the process: a resumed run gets the masks of an uninterrupted one, whatever has been prefetched. The
+    loss is computed here as well: many models take no notice of `num_items_in_batch`, and Trainer would add
+    up their mean losses under gradient accumulation.
+
+    Args:
+        masking: the masks.
+        sparse_prediction: apply the model's head to the masked positions only. Works with every model whose
+            head takes the base model's last_hidden_state position by position.
+        arguments: those of Trainer.
+
+    Raises:
+        ValueError: sparse_prediction is asked for several GPUs in one process.
+    """
+
+    def __init__(self, *, masking: Masking, sparse_prediction: bool = True, **arguments: Any):
+        super().__init__(data_collator=default_data_collator, compute_loss_func=self.masked_lm_loss, **arguments)
+        self.masking = masking
+        self.sparse_prediction = sparse_prediction
+        if sparse_prediction:
+            if self.args.n_gpu > 1:
+                raise ValueError(
+                    f"sparse_prediction takes one GPU per process, got {self.args.n_gpu}: start the script "
+                    "with torchrun or accelerate launch, or set CUDA_VISIBLE_DEVICES to one GPU"
+                )
+            self.model.base_model.register_forward_hook(self._keep_masked)
+
+    def _keep_masked(self, _module: nn.Module, _inputs: tuple, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, self._masked)[None]
+        return output
+
+    def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
+        place = (self.args.seed, self.state.global_step, self.args.process_index)
+        masked = (self.masking(batch["input_ids"], (*place, index)) for index, batch in enumerate(epoch_iterator))
+        return super().get_batch_samples(masked, num_batches, device)
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any):
+        if self.sparse_prediction:
+            labels = inputs["labels"].flatten()
+            # [K] positions in the flattened batch
+            self._masked = (labels != IGNORED).nonzero().squeeze(1)
+            inputs = inputs | {"labels": labels[self._masked][None]}
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def masked_lm_loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+        """Cross-entropy of the masked tokens, in float32.
+
+        Args:
+            outputs: of the model, with logits [B, N, vocab], or [1, K, vocab] in sparse prediction.
+            labels: int64, shaped as the logits without their last dimension; -100 is left out.
+            num_items_in_batch: masked tokens of the whole optimiser step; None: those in labels.
+
+        Returns:
+            The sum divided by num_items_in_batch, or the mean.
+        """
+        loss = F.cross_entropy(
+            outputs.logits.flatten(0, 1).float(),
+            labels.flatten(),
+            ignore_index=IGNORED,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            label_smoothing=self.args.label_smoothing_factor if self.model.training else 0.0,
+        )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any):
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        loss = output.metrics[f"{metric_key_prefix}_loss"]
+        output.metrics[f"{metric_key_prefix}_perplexity"] = math.exp(loss)
+        return output
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # the trainer state, written next by the main process, says that the checkpoint is complete
+        self.accelerator.wait_for_everyone()

@@ -1,0 +1,260 @@
+import json
+import logging
+
+import datasets
+import numpy as np
+import pytest
+from datasets import Dataset, IterableDataset, load_dataset
+from transformers import AutoTokenizer
+
+from yoso_hf import data
+from yoso_hf.data import (
+    find_files,
+    pack_dataset,
+    pack_documents,
+    read_files,
+    select_text,
+    split_documents,
+    train_tokenizer,
+)
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "seven", "dogs", "ran", "12", "birds;", "naïve", "café."]
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    """Documents of 1 to 60 words, with None and blank ones among them."""
+    generator = np.random.default_rng(seed)
+    documents = [" ".join(generator.choice(WORDS, generator.integers(1, 61))) for _ in range(count)]
+    return [[text, text, text, None, " \n"][index % 5] for index, text in enumerate(documents)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(texts(200), 320)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def stream_of_tokens(documents: list[str | None], tokenizer) -> list[int]:
+    """All documents one by one, each between <s> and </s>."""
+    stream = []
+    for text in documents:
+        if text and text.strip():
+            stream += [0, *tokenizer.encode(text, add_special_tokens=False), 2]
+    return stream
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 64, 4096])
+@pytest.mark.parametrize("characters_at_once", [1, 500, 2**20])
+def test_blocks_are_slices_of_all_documents_in_a_row(tokenizer, block_size, characters_at_once, monkeypatch):
+    monkeypatch.setattr(data, "_CHARACTERS_AT_ONCE", characters_at_once)
+    documents = texts(200, seed=1)
+    blocks = list(pack_documents(documents, tokenizer, block_size))
+    stream = stream_of_tokens(documents, tokenizer)
+    assert len(blocks) == len(stream) // block_size > 0
+    assert np.concatenate(blocks).tolist() == stream[: len(blocks) * block_size]
+    assert {(block.dtype, block.shape) for block in blocks} == {(np.dtype(np.int32), (block_size,))}
+
+
+def test_streamed_blocks_equal_stored_ones(tokenizer):
+    documents = Dataset.from_dict({"text": texts(150)})
+    stored = pack_dataset(documents, tokenizer, 32, "--train_file")
+    streamed = pack_dataset(documents.to_iterable_dataset(), tokenizer, 32, "--train_file")
+    assert isinstance(stored, Dataset) and isinstance(streamed, IterableDataset)
+    stream = stream_of_tokens(texts(150), tokenizer)
+    assert np.concatenate(stored["input_ids"]).tolist() == stream[: len(stream) // 32 * 32]
+    assert [list(row["input_ids"]) for row in streamed] == stored.to_dict()["input_ids"]
+    assert stored.features["input_ids"].feature.dtype == "int32"
+
+
+def test_blocks_are_made_once(tokenizer, monkeypatch, tmp_path):
+    """Found again for the same documents, tokenizer and block size; made anew when one of them changes."""
+    made = 0
+
+    def counted(*arguments):
+        nonlocal made
+        for block in pack_documents(*arguments):
+            made += 1
+            yield block
+
+    monkeypatch.setattr(data, "pack_documents", counted)
+
+    def read(count: int):
+        path = tmp_path / "corpus.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(count)))
+        return read_files([str(path)], "--train_file")
+
+    def blocks_made(documents, tokenizer, block_size):
+        nonlocal made
+        made = 0
+        count = len(pack_dataset(documents, tokenizer, block_size, "--train_file"))
+        # one is made each time, to see whether there is any
+        return count, made - 1
+
+    first, anew = blocks_made(read(100), tokenizer, 32)
+    assert first == anew > 10
+    assert blocks_made(read_files([str(tmp_path / "corpus.jsonl")], "--train_file"), tokenizer, 32) == (first, 0)
+    reloaded = tmp_path / "tokenizer"
+    tokenizer.save_pretrained(reloaded)
+    again = read_files([str(tmp_path / "corpus.jsonl")], "--train_file")
+    assert blocks_made(again, AutoTokenizer.from_pretrained(reloaded), 32) == (first, 0)
+    for count, other, block_size in (
+        (100, tokenizer, 16),
+        (100, train_tokenizer(texts(200), 270), 32),
+        (120, tokenizer, 32),
+    ):
+        found, anew = blocks_made(read(count), other, block_size)
+        assert found == anew > first
+
+
+def test_corpus_shorter_than_one_block_is_refused(tokenizer):
+    length = len(stream_of_tokens(["the cat sat"], tokenizer))
+    for documents in (Dataset.from_dict({"text": ["the cat sat"]}), Dataset.from_dict({"text": [" ", None]})):
+        for kind in (documents, documents.to_iterable_dataset()):
+            with pytest.raises(ValueError, match=f"the corpus holds fewer tokens .*--block_size is {length + 1}"):
+                pack_dataset(kind, tokenizer, length + 1, "the corpus")
+    exact = pack_dataset(Dataset.from_dict({"text": ["the cat sat"]}), tokenizer, length, "the corpus")
+    assert len(exact) == 1
+
+
+def test_long_documents_bring_no_warning(tokenizer, monkeypatch):
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logger = logging.getLogger("transformers")
+    monkeypatch.setattr(tokenizer, "model_max_length", 16)
+    logger.addHandler(handler)
+    try:
+        assert len(list(pack_documents(["the cat sat " * 100], tokenizer, 64))) > 1
+        assert not warnings
+        tokenizer("the cat sat " * 100)
+        assert any("16" in warning for warning in warnings)
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_documents_of_txt_files(tmp_path):
+    for name, text in (("a.txt", "one\ntwo\n\nthree\n"), ("b.txt", "four\n\n\n\nfive\nsix")):
+        (tmp_path / name).write_text(text)
+    files = find_files([str(tmp_path / "*.txt")], "--train_file")
+
+    def documents(**options):
+        rows = [row["text"].strip() for row in read_files(files, "--train_file", **options)]
+        return [text for text in rows if text]
+
+    paragraphs = ["one\ntwo", "three", "four", "five\nsix"]
+    assert documents() == documents(streaming=True) == paragraphs
+    assert documents(document="line") == ["one", "two", "three", "four", "five", "six"]
+    assert documents(document="file") == ["one\ntwo\n\nthree", "four\n\n\n\nfive\nsix"]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_text_column_of_files(ending, streaming, tmp_path):
+    rows = [{"id": index, "body": text} for index, text in enumerate(texts(9))]
+    path = tmp_path / f"corpus.{ending}"
+    if ending == "parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    else:
+        path.write_text(json.dumps(rows) if ending == "json" else "".join(json.dumps(row) + "\n" for row in rows))
+    documents = read_files(find_files([str(path)], "--train_file"), "--train_file", streaming=streaming)
+    assert [dict(row) for row in select_text(documents, "body", "--train_file")] == [
+        {"text": row["body"]} for row in rows
+    ]
+    with pytest.raises(ValueError, match="--text_column text: no such column in --train_file, .* id, body"):
+        select_text(documents, "text", "--train_file")
+    with pytest.raises(ValueError, match="--text_column id must hold text, got int"):
+        select_text(documents, "id", "--train_file")
+
+
+def test_files_in_the_order_given(tmp_path):
+    for name in ("b.txt", "a.txt", "c.txt"):
+        (tmp_path / name).write_text(name)
+    found = find_files([str(tmp_path / "c.txt"), str(tmp_path / "[ab].txt")], "--train_file")
+    assert [path[-5] for path in found] == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["missing.txt"], "--train_file .*missing.txt: no such file"),
+        (["*.csv"], "--train_file .*csv: no such file"),
+        (["empty.txt"], "--train_file .*empty.txt: the file is empty"),
+        (["full.txt", "full.jsonl"], "files of one kind, .*; got .jsonl and .txt"),
+        (["full.doc"], "files of one kind, .txt or .json or .jsonl or .parquet; got .doc"),
+    ],
+)
+def test_files_that_are_refused(patterns, message, tmp_path):
+    for name in ("full.txt", "full.jsonl", "full.doc"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ValueError, match=message):
+        find_files([str(tmp_path / pattern) for pattern in patterns], "--train_file")
+
+
+def test_broken_file_is_refused(tmp_path):
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"te')
+    with pytest.raises(ValueError, match="--train_file cannot be read as json"):
+        read_files([str(tmp_path / "broken.jsonl")], "--train_file")
+
+
+def test_empty_dataset_is_refused():
+    documents = Dataset.from_dict({"text": []})
+    with pytest.raises(ValueError, match="--train_file holds no documents"):
+        select_text(documents, "text", "--train_file")
+
+
+@pytest.mark.parametrize(("percentage", "every"), [(5, 20), (50, 2), (0.7, 143)])
+def test_split_takes_documents_evenly_and_each_once(percentage, every):
+    documents = Dataset.from_dict({"text": [str(index) for index in range(1000)]})
+    training, validation = split_documents(documents, percentage)
+    assert list(validation["text"]) == [str(index) for index in range(0, 1000, every)]
+    assert sorted([*training["text"], *validation["text"]], key=int) == list(documents["text"])
+    streamed = split_documents(documents.to_iterable_dataset(), percentage)
+    for stored, stream in zip((training, validation), streamed, strict=True):
+        assert [row["text"] for row in stream] == list(stored["text"])
+
+
+@pytest.mark.parametrize("percentage", [0, -1, 51])
+def test_split_percentage_out_of_range(percentage):
+    with pytest.raises(ValueError, match=f"--validation_percentage .* at most 50, got {percentage}"):
+        split_documents(Dataset.from_dict({"text": ["a"]}), percentage)
+
+
+def test_trained_tokenizer(tmp_path):
+    documents = texts(200)
+    tokenizer = train_tokenizer(documents, 400)
+    special = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4}
+    assert {token: tokenizer.convert_tokens_to_ids(token) for token in special} == special
+    assert (tokenizer.pad_token_id, tokenizer.mask_token_id) == (1, 4)
+    assert len(tokenizer) <= 400
+    # words of the corpus became single tokens, and any other text survives byte by byte
+    assert len(tokenizer(" cat sat")["input_ids"]) == 4
+    unseen = "Ünseen — текст, 漢字 \U0001f642\n\ttabs"
+    ids = tokenizer(unseen)["input_ids"]
+    assert ids[0] == 0 and ids[-1] == 2 and 3 not in ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == unseen
+    assert tokenizer("a<mask>")["input_ids"][-2] == 4
+
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded(unseen)["input_ids"] == ids
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert train_tokenizer(documents, 400).get_vocab() == tokenizer.get_vocab()
+
+
+def test_vocabulary_without_room_for_the_bytes_is_refused():
+    with pytest.raises(ValueError, match="--vocab_size must be at least 261, got 260"):
+        train_tokenizer(["text"], 260)
+
+
+def test_dataset_from_a_directory(tokenizer, tmp_path):
+    """What --dataset_name loads goes through the same steps."""
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(50)))
+    documents = select_text(load_dataset(str(tmp_path), split="train"), "text", "--dataset_name")
+    blocks = pack_dataset(documents, tokenizer, 16, "--dataset_name")
+    stream = stream_of_tokens(texts(50), tokenizer)
+    assert np.concatenate(blocks["input_ids"]).tolist() == stream[: len(stream) // 16 * 16]

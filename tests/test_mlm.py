@@ -1,0 +1,258 @@
+import copy
+import math
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForMaskedLM, TrainingArguments
+
+from yoso_hf.data import train_tokenizer
+from yoso_hf.mlm import MaskedLMTrainer, Masking
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 66,
+    "pad_token_id": 1,
+}
+# yoso and modernbert have a sparse prediction of their own, roberta ignores num_items_in_batch
+MODELS = {
+    "yoso": {"use_expectation": False, "num_hash": 4, "hash_code_len": 4},
+    "roberta": {},
+    "electra": {"embedding_size": 16},
+    "modernbert": {"cls_token_id": 0, "sep_token_id": 2, "bos_token_id": 0, "eos_token_id": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["the cat sat on the mat " * 20], 300)
+
+
+@pytest.fixture(scope="module")
+def masking(tokenizer):
+    return Masking(tokenizer, 0.15)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def new_model(name: str, **overrides) -> torch.nn.Module:
+    torch.manual_seed(0)
+    # without dropout, so that two passes can be compared
+    config = AutoConfig.for_model(name, **(SIZES | MODELS[name] | overrides))
+    for key in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+        if hasattr(config, key):
+            setattr(config, key, 0.0)
+    return AutoModelForMaskedLM.from_config(config, dtype=torch.float32)
+
+
+def blocks(count: int, seed: int = 0, length: int = 64) -> Dataset:
+    generator = np.random.default_rng(seed)
+    rows = [generator.integers(5, 300, length).astype(np.int32) for _ in range(count)]
+    return Dataset.from_dict({"input_ids": rows})
+
+
+def new_trainer(model, masking, folder, sparse=True, train=None, evaluation=None, **arguments):
+    settings = {"use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "prediction_loss_only": True}
+    return MaskedLMTrainer(
+        model=model,
+        args=TrainingArguments(folder, **(settings | arguments)),
+        masking=masking,
+        sparse_prediction=sparse,
+        train_dataset=train and train.with_format("torch"),
+        eval_dataset=evaluation and evaluation.with_transform(masking.mask_rows),
+    )
+
+
+def test_masks_follow_bert(tokenizer, masking):
+    """Shares within 5 standard errors; special tokens never chosen; labels the original tokens."""
+    generator = torch.Generator().manual_seed(0)
+    original = torch.randint(0, len(tokenizer), (100, 2000), generator=generator)
+    batch = masking(original, [1, 2])
+    masked, labels = batch["input_ids"], batch["labels"]
+    chosen, special = labels != -100, original < 5
+    assert not chosen[special].any()
+    assert torch.equal(labels[chosen], original[chosen])
+    assert torch.equal(masked[~chosen], original[~chosen])
+
+    def check(share: float, hits: int, trials: int):
+        assert abs(hits / trials - share) < 5 * math.sqrt(share * (1 - share) / trials)
+
+    count = int(chosen.sum())
+    check(0.15, count, int((~special).sum()))
+    replaced = chosen & (masked == tokenizer.mask_token_id)
+    kept = chosen & (masked == original)
+    # another token may happen to be the mask token or the original one
+    chance = 0.1 / len(tokenizer)
+    check(0.8 + chance, int(replaced.sum()), count)
+    check(0.1 + chance, int(kept.sum()), count)
+    # a row is as likely to be chosen from as any other
+    assert (chosen.sum(1) > 0).all() and chosen.float().mean(1).std() < 0.02
+
+
+def test_masks_depend_on_the_seed_alone(masking):
+    ids = torch.randint(5, 300, (4, 64))
+    torch.manual_seed(1)
+    first = masking(ids, [7, 0])
+    before = torch.random.get_rng_state()
+    second = masking(ids, [7, 0])
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    # the global generator is the model's: dropout and hashes
+    assert torch.equal(before, torch.random.get_rng_state())
+    for other in ([7, 1], [8, 0]):
+        assert not torch.equal(first["labels"], masking(ids, other)["labels"])
+
+
+def test_training_masks_change_with_every_step_and_epoch(masking, tmp_path, monkeypatch):
+    seen = []
+
+    def spy(ids, seed, _masking=masking):
+        seen.append((ids.clone(), _masking(ids, seed)["labels"]))
+        return _masking(ids, seed)
+
+    trainer = new_trainer(
+        new_model("roberta"),
+        masking,
+        tmp_path,
+        train=blocks(4),
+        num_train_epochs=3,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+    )
+    monkeypatch.setattr(trainer, "masking", spy)
+    trainer.train()
+    assert len(seen) == 12
+    assert len({labels.numpy().tobytes() for _, labels in seen}) == 12
+    assert len({(labels != -100).numpy().tobytes() for _, labels in seen}) == 12
+    # each epoch shows each block once
+    for epoch in range(3):
+        assert len({ids.numpy().tobytes() for ids, _ in seen[4 * epoch : 4 * epoch + 4]}) == 4
+
+
+def test_evaluation_masks_never_change(masking, tmp_path):
+    evaluation = blocks(7)
+    first = [evaluation.with_transform(masking.mask_rows)[index] for index in range(7)]
+    batch = evaluation.with_transform(masking.mask_rows)[2:5]
+    for index, row in enumerate(first[2:5]):
+        assert torch.equal(row["labels"], batch["labels"][index])
+        assert torch.equal(row["input_ids"], batch["input_ids"][index])
+    assert len({(row["labels"] != -100).numpy().tobytes() for row in first}) == 7
+
+    model = new_model("yoso")
+    losses = []
+    for seed in (1, 2):
+        trainer = new_trainer(model, masking, tmp_path, evaluation=evaluation, seed=seed)
+        torch.manual_seed(seed)
+        losses += [trainer.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]]
+        model.base_model._forward_hooks.clear()
+    assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_evaluation_loss_and_perplexity(sparse, masking, tmp_path):
+    """Against the model's own dense loss on the same masked blocks, one by one."""
+    model, evaluation = new_model("roberta"), blocks(5, length=60)
+    metrics = new_trainer(
+        model, masking, tmp_path, sparse, evaluation=evaluation, per_device_eval_batch_size=1
+    ).evaluate()
+    model.base_model._forward_hooks.clear()
+    losses = []
+    for row in evaluation.with_transform(masking.mask_rows):
+        with torch.no_grad():
+            output = model(input_ids=row["input_ids"][None], labels=row["labels"][None])
+        losses.append(output.loss.item())
+    assert metrics["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sparse_loss_and_gradients_equal_dense_ones(name, masking, tmp_path):
+    model = new_model(name)
+    inputs = masking(torch.randint(5, 300, (3, 64), generator=torch.Generator().manual_seed(0)), [0])
+    found = {}
+    for sparse in (True, False):
+        trainer = new_trainer(model, masking, tmp_path, sparse)
+        shapes = []
+        head = model.get_output_embeddings().register_forward_hook(
+            lambda _module, _inputs, output, shapes=shapes: shapes.append(tuple(output.shape))
+        )
+        model.zero_grad()
+        torch.manual_seed(3)
+        loss = trainer.compute_loss(model, dict(inputs))
+        loss.backward()
+        found[sparse] = loss, [parameter.grad.clone() for parameter in model.parameters()]
+        masked = int((inputs["labels"] != -100).sum())
+        assert shapes == [(1, masked, 300) if sparse else (3, 64, 300)]
+        head.remove()
+        model.base_model._forward_hooks.clear()
+    torch.testing.assert_close(found[True], found[False], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["yoso", "roberta"])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_accumulated_batches_weigh_every_masked_token_alike(name, sparse, masking, tmp_path, monkeypatch):
+    """One step over two batches with different numbers of masks: the gradient of the mean over all of them."""
+    overrides = {"use_expectation": True} if name == "yoso" else {}
+    model = new_model(name, **overrides)
+    before = copy.deepcopy(model)
+    batches = []
+
+    def uneven(ids, seed, _masking=masking):
+        batch = _masking(ids, seed)
+        if seed[-1] == 1:
+            batch["labels"][:, 20:] = -100
+        batches.append(batch)
+        return batch
+
+    trainer = new_trainer(
+        model,
+        masking,
+        tmp_path,
+        sparse,
+        train=blocks(4),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        optim="sgd",
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+    )
+    monkeypatch.setattr(trainer, "masking", uneven)
+    reported = trainer.train().training_loss
+
+    ids, labels = (torch.cat([batch[key] for batch in batches]) for key in ("input_ids", "labels"))
+    loss = F.cross_entropy(before(input_ids=ids).logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    loss.backward()
+    assert reported == pytest.approx(loss.item(), rel=1e-5)
+    # a learning rate of 1: the parameters moved by the gradient
+    moved = {key: value - model.state_dict()[key] for key, value in before.state_dict().items()}
+    for key, parameter in before.named_parameters():
+        torch.testing.assert_close(moved[key], parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_label_smoothing_is_for_training_only(masking, tmp_path):
+    model = new_model("roberta")
+    inputs = masking(torch.randint(5, 300, (2, 64)), [0])
+    with torch.no_grad():
+        logits, labels = model(input_ids=inputs["input_ids"]).logits.flatten(0, 1), inputs["labels"].flatten()
+        trainer = new_trainer(model, masking, tmp_path, label_smoothing_factor=0.1)
+        for training, smoothing in ((True, 0.1), (False, 0.0)):
+            model.train(training)
+            expected = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+            torch.testing.assert_close(trainer.compute_loss(model, dict(inputs)), expected)
+
+
+def test_several_gpus_in_one_process_are_refused(masking, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
+    with pytest.raises(ValueError, match="sparse_prediction takes one GPU per process, got 2"):
+        new_trainer(new_model("roberta"), masking, tmp_path)

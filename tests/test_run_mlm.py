@@ -1,0 +1,504 @@
+import importlib.util
+import json
+import math
+import os
+import pydoc_data.topics
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    pipeline,
+)
+
+from yoso_hf import YosoForMaskedLM
+from yoso_hf.data import train_tokenizer
+from yoso_hf.mlm import Masking
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "run_mlm.py"
+YOSO = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+    "use_expectation": False,
+    "num_hash": 8,
+    "hash_code_len": 5,
+}
+ROBERTA = {name: YOSO[name] for name in list(YOSO)[:4]} | {"max_position_embeddings": 66}
+
+
+@pytest.fixture(scope="module")
+def run_mlm():
+    spec = importlib.util.spec_from_file_location("run_mlm", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """A cache of its own, for this process and those it starts."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+        patch.setenv("HF_DATASETS_CACHE", str(folder))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A few dozen documents of English."""
+    path = tmp_path_factory.mktemp("corpus") / "topics.jsonl"
+    topics = [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in topics[:40]))
+    return path
+
+
+def overrides(values: dict) -> str:
+    return ",".join(f"{name}={json.dumps(value)}" for name, value in values.items())
+
+
+def arguments(output_dir: Path, **settings) -> list[str]:
+    """A command line, the same for every run but for the settings given; None leaves one out."""
+    defaults = {
+        "output_dir": output_dir,
+        "model_type": "yoso",
+        "config_overrides": overrides(YOSO),
+        "train_tokenizer": True,
+        "vocab_size": 500,
+        "block_size": 64,
+        "do_train": True,
+        "do_eval": True,
+        "max_eval_blocks": 40,
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 20,
+        "max_steps": 12,
+        "save_steps": 4,
+        "learning_rate": 3e-3,
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    chosen = {name: value for name, value in (defaults | settings).items() if value is not None}
+    return [f"--{name}={value}" for name, value in chosen.items()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForMaskedLM.from_pretrained(folder).state_dict()
+
+
+def results(folder: Path) -> dict:
+    return json.loads((folder / "all_results.json").read_text())
+
+
+def start(command: list[str], **options) -> subprocess.Popen:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def snapshot(folder: Path) -> dict[str, bytes] | None:
+    """Every file of a folder with its content."""
+    if not folder.exists():
+        return None
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(run_mlm, corpus, tmp_path_factory):
+    """An uninterrupted run, its checkpoints with it."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    run_mlm.main(arguments(folder, train_file=corpus, eval_on_start=True))
+    return folder
+
+
+def test_loss_falls(finished):
+    history = json.loads((finished / "trainer_state.json").read_text())["log_history"]
+    before = next(entry["eval_loss"] for entry in history if "eval_loss" in entry)
+    found = results(finished)
+    # a model that knows nothing
+    assert before == pytest.approx(math.log(500), abs=0.3)
+    assert found["eval_loss"] < before - 0.3
+    assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
+    assert found["num_input_tokens_seen"] == 12 * 8 * 64
+    expected = 12 * 8 * 64 / found["train_runtime"]
+    assert found["train_tokens_per_second"] == pytest.approx(expected, rel=0.02)
+    assert 0 < found["train_loss"] < before
+
+
+def test_saved_model_and_tokenizer(finished, corpus):
+    """The files alone give the evaluation loss again: packing, masks and model."""
+    model, tokenizer = AutoModelForMaskedLM.from_pretrained(finished), AutoTokenizer.from_pretrained(finished)
+    assert type(model) is YosoForMaskedLM and model.config.num_hash == 8
+    assert tokenizer.model_max_length == 64
+    assert model.config.vocab_size == len(tokenizer) == 500
+    assert (model.config.bos_token_id, model.config.pad_token_id, model.config.eos_token_id) == (0, 1, 2)
+
+    documents = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    # 5 %: the first of every 20
+    stream = [token for text in documents[::20] for token in tokenizer(text)["input_ids"]]
+    blocks = torch.tensor(stream[: 40 * 64]).view(40, 64)
+    masked = Masking(tokenizer, 0.15).mask_rows({"input_ids": blocks.tolist()})
+    ids, labels = torch.stack(masked["input_ids"]), torch.stack(masked["labels"])
+    with torch.no_grad():
+        losses = [
+            F.cross_entropy(model.eval()(input_ids=ids[half]).logits.flatten(0, 1), labels[half].flatten())
+            for half in (slice(20), slice(20, 40))
+        ]
+    assert results(finished)["eval_loss"] == pytest.approx(sum(losses).item() / 2, rel=1e-4)
+    # trained on the training documents alone
+    training = [text for index, text in enumerate(documents) if index % 20]
+    assert train_tokenizer(training, 500).get_vocab() == tokenizer.get_vocab()
+
+    # and they are what pipelines take
+    answers = pipeline("fill-mask", model=str(finished))("The value of the <mask> is returned.")
+    assert len(answers) == 5 and all(answer["token_str"] for answer in answers)
+
+
+def test_killed_while_saving_and_started_again(run_mlm, finished, corpus, tmp_path):
+    """SIGKILL in the middle of the second checkpoint: the same command ends with the same weights."""
+    command = arguments(tmp_path / "run", train_file=corpus, eval_on_start=True)
+    program = f"""
+import os, runpy, signal, sys, torch
+save = torch.save
+def killed(content, path, *arguments, **options):
+    if "checkpoint-8" in str(path):
+        with open(path, "wb") as file:
+            file.write(b"half of it")
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+    save(content, path, *arguments, **options)
+torch.save = killed
+sys.argv[1:] = {command!r}
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+    process = start(["-c", program])
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL, output
+    left = tmp_path / "run"
+    assert (left / "checkpoint-8" / "model.safetensors").exists()
+    assert not (left / "checkpoint-8" / "trainer_state.json").exists()
+    assert not (left / "all_results.json").exists()
+
+    run_mlm.main(command)
+    state = json.loads((left / "trainer_state.json").read_text())
+    assert state["global_step"] == 12
+    # the 8 steps after checkpoint-4
+    assert results(left)["train_steps_per_second"] * results(left)["train_runtime"] == pytest.approx(8, rel=0.05)
+    assert results(left)["num_input_tokens_seen"] == results(finished)["num_input_tokens_seen"]
+    torch.testing.assert_close(weights(left), weights(finished), rtol=0, atol=0)
+    assert results(left)["eval_loss"] == results(finished)["eval_loss"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_incomplete_checkpoint_is_passed_over(damage, run_mlm, finished, corpus, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("*_results.json", "checkpoint-12"))
+    state = run / "checkpoint-8" / "trainer_state.json"
+    if damage == "truncated":
+        state.write_text(state.read_text()[:200])
+    else:
+        state.unlink()
+    (run / "checkpoint-8" / "optimizer.pt").write_bytes(b"")
+    run_mlm.main(arguments(run, train_file=corpus, eval_on_start=True))
+    torch.testing.assert_close(weights(run), weights(finished), rtol=0, atol=0)
+    assert json.loads((run / "checkpoint-8" / "trainer_state.json").read_text())["global_step"] == 8
+
+
+def test_finished_run_is_not_trained_again(run_mlm, finished, corpus, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / "model.safetensors").unlink()
+    run_mlm.main(arguments(run, train_file=corpus, eval_on_start=True))
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-4", "checkpoint-8"]
+    torch.testing.assert_close(weights(run), weights(finished), rtol=0, atol=0)
+    for name in ("train_loss", "train_runtime", "eval_loss", "num_input_tokens_seen"):
+        assert results(run)[name] == results(finished)[name]
+
+
+def test_streamed_run_resumes_where_it_was(run_mlm, finished, corpus, tmp_path):
+    """Shuffled, through more than one pass of the corpus."""
+    small = tmp_path / "small.jsonl"
+    small.write_text("".join(line + "\n" for line in corpus.read_text().splitlines()[:3]))
+    settings = {
+        "train_file": small,
+        "validation_file": corpus,
+        "streaming": True,
+        "shuffle_buffer": 5,
+        "train_tokenizer": None,
+        "vocab_size": None,
+        "tokenizer_name": finished,
+        "gradient_accumulation_steps": 2,
+    }
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_mlm.main(arguments(whole, **settings))
+    shutil.copytree(whole / "checkpoint-4", resumed / "checkpoint-4")
+    shutil.copy(whole / "run.json", resumed)
+    run_mlm.main(arguments(resumed, **settings))
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
+    tokenizer = AutoTokenizer.from_pretrained(finished)
+    documents = [json.loads(line)["text"] for line in small.read_text().splitlines()]
+    tokens = sum(map(len, tokenizer(documents)["input_ids"]))
+    assert tokens < results(whole)["num_input_tokens_seen"] == 12 * 16 * 64
+
+
+def test_another_model_with_softmax_attention(run_mlm, finished, corpus, tmp_path):
+    """From a config file, by YAML with the command line on top; then continued from its checkpoint."""
+    RobertaConfig(**ROBERTA, vocab_size=500).save_pretrained(tmp_path)
+    yaml = tmp_path / "recipe.yaml"
+    yaml.write_text(
+        f"config_file: {tmp_path / 'config.json'}\nattn_implementation: sdpa\ntokenizer_name: {finished}\n"
+        f"train_file: [{corpus}]\nblock_size: 64\nmax_steps: 400\nlearning_rate: 1e-3\nuse_cpu: true\n"
+        f"do_train: true\nsave_strategy: 'no'\ndo_eval: true\nmax_eval_blocks: 10\nper_device_train_batch_size: 4\n"
+        f"disable_tqdm: true\noutput_dir: {tmp_path / 'first'}\n"
+    )
+    run_mlm.main([str(yaml), "--max_steps=3"])
+    description = json.loads((tmp_path / "first" / "run.json").read_text())
+    assert (description["max_steps"], description["learning_rate"]) == (3, 1e-3)
+    assert type(AutoModelForMaskedLM.from_pretrained(tmp_path / "first")) is RobertaForMaskedLM
+
+    settings = {"config_overrides": None, "train_tokenizer": None, "vocab_size": None, "save_steps": None}
+    settings |= {"model_type": None, "model_name_or_path": tmp_path / "first", "max_eval_blocks": 10}
+    command = arguments(tmp_path / "evaluated", **settings, do_train=False, validation_file=corpus)
+    run_mlm.main(command)
+    assert not (tmp_path / "evaluated" / "model.safetensors").exists()
+    settings |= {"max_steps": 2, "learning_rate": 0.0, "train_file": corpus, "validation_file": corpus}
+    run_mlm.main(arguments(tmp_path / "continued", **settings))
+    torch.testing.assert_close(weights(tmp_path / "continued"), weights(tmp_path / "first"), rtol=0, atol=0)
+    evaluated, continued = (results(tmp_path / name)["eval_loss"] for name in ("evaluated", "continued"))
+    assert evaluated == continued < math.log(500) + 0.3
+
+
+def checkpoint_of(kind: str, folder: Path, tokenizer: Path) -> Path:
+    """A directory that is no checkpoint of a masked language model that fits."""
+    sizes = ROBERTA | {"vocab_size": 500}
+    if kind == "renamed":
+        # RoBERTa's weights under BERT's configuration
+        RobertaForMaskedLM(RobertaConfig(**sizes)).save_pretrained(folder)
+        BertConfig(**sizes).save_pretrained(folder)
+    elif kind == "resized":
+        RobertaForMaskedLM(RobertaConfig(**sizes)).save_pretrained(folder)
+        RobertaConfig(**sizes | {"intermediate_size": 96}).save_pretrained(folder)
+    elif kind == "small":
+        RobertaForMaskedLM(RobertaConfig(**sizes | {"vocab_size": 499})).save_pretrained(folder)
+    else:
+        (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    return folder
+
+
+PLAIN = {"train_tokenizer": None, "vocab_size": None, "tokenizer_name": "TOKENIZER"}
+REFUSED = {
+    "length": ({"block_size": 65}, "--block_size 65 is longer .* 64 tokens: .*max_position_embeddings is 64"),
+    "roberta's length": (
+        {"model_type": "roberta", "config_overrides": overrides(ROBERTA), "block_size": 65},
+        "--block_size 65 is longer .* 64 tokens: .*max_position_embeddings is 66",
+    ),
+    "short block": ({"block_size": 7}, "--block_size must be at least 8, got 7"),
+    "tau": ({"config_overrides": overrides(YOSO | {"hash_code_len": 17})}, "hash_code_len must be in 1..16, got 17"),
+    "m": ({"config_overrides": overrides(YOSO | {"num_hash": 0})}, "num_hash must be at least 1, got 0"),
+    "override": ({"config_overrides": "num_hashes=3"}, "YosoConfig has no 'num_hashes'"),
+    "two models": (
+        {"config_file": "x.json"},
+        "exactly one of --model_name_or_path, .*; got config_file and model_type",
+    ),
+    "no model": ({"model_type": None}, "exactly one of --model_name_or_path, .*; got none"),
+    "type": ({"model_type": "gpt2", "config_overrides": None}, "gpt2 .* no masked language model"),
+    "attention": (
+        {"attn_implementation": "sdpa"},
+        "--attn_implementation sdpa has no effect on YosoForMaskedLM|does not support .*scaled_dot_product_attention",
+    ),
+    "no data": ({"train_file": None}, "exactly one of --dataset_name, --train_file; got none"),
+    "two data": (
+        {"dataset_name": "x"},
+        "exactly one of --dataset_name, --train_file; got dataset_name and train_file",
+    ),
+    "missing file": ({"train_file": "FOLDER/none.txt"}, "--train_file .*none.txt: no such file"),
+    "empty file": ({"train_file": "FOLDER/empty.txt"}, "--train_file .*empty.txt: the file is empty"),
+    "empty validation": ({"validation_file": "FOLDER/empty.txt"}, "--validation_file .*empty.txt: the file is empty"),
+    "column": ({"text_column": "body"}, "--text_column body: no such column in --train_file, which has text"),
+    "short": (PLAIN | {"train_file": "FOLDER/short.txt", "do_eval": None}, "--train_file holds fewer tokens .* 64"),
+    "short part": (
+        PLAIN | {"train_file": "FOLDER/two.jsonl"},
+        "the 5 % of --train_file for validation .* holds fewer tokens",
+    ),
+    "percentage": ({"validation_percentage": 60}, "--validation_percentage must be above 0 and at most 50, got 60"),
+    "probability": ({"mlm_probability": 1.0}, "--mlm_probability must be above 0 and below 1, got 1.0"),
+    "vocabulary": (PLAIN | {"config_overrides": overrides(YOSO | {"vocab_size": 499})}, "tokenizer has 500 .* 499"),
+    "little vocabulary": ({"vocab_size": 100}, "--vocab_size must be at least 261, got 100"),
+    "no tokenizer": ({"train_tokenizer": None}, "give --tokenizer_name or --train_tokenizer"),
+    "two tokenizers": ({"tokenizer_name": "x"}, "--train_tokenizer excludes"),
+    "mask": (PLAIN | {"tokenizer_name": "FOLDER/maskless"}, "must be a fast one with a mask token"),
+    "streamed length": (PLAIN | {"streaming": True, "max_steps": None}, "--streaming needs --max_steps"),
+    "streamed evaluation": (
+        PLAIN | {"streaming": True, "max_eval_blocks": None},
+        "--streaming needs --max_eval_blocks",
+    ),
+    "streamed tokenizer": ({"streaming": True}, "--train_tokenizer .* without --streaming"),
+    "nothing": ({"do_train": False, "do_eval": None}, "nothing to do"),
+    "resume": ({"resume_from_checkpoint": "x"}, "--resume_from_checkpoint is not used"),
+    "typo": ({"block_sizes": 64}, "block_sizes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_before_anything_is_written(case, run_mlm, finished, corpus, tmp_path):
+    settings, message = REFUSED[case]
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("one two three")
+    (tmp_path / "two.jsonl").write_text('{"text": "one"}\n' + json.dumps({"text": "two " * 999}) + "\n")
+    tokenizer = AutoTokenizer.from_pretrained(finished)
+    tokenizer.mask_token = None
+    tokenizer.save_pretrained(tmp_path / "maskless")
+    settings = {
+        name: value.replace("FOLDER", str(tmp_path)).replace("TOKENIZER", str(finished))
+        if isinstance(value, str)
+        else value
+        for name, value in settings.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        run_mlm.main(arguments(tmp_path / "run", **({"train_file": corpus} | settings)))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("renamed", "no checkpoint of BertForMaskedLM"),
+        ("resized", "no checkpoint of RobertaForMaskedLM: .* of another shape"),
+        ("small", "tokenizer has 500 tokens, the model knows 499"),
+        ("decoder", "gpt2, for which transformers has no masked language model"),
+    ],
+)
+def test_unfit_checkpoint_is_refused(kind, message, run_mlm, finished, corpus, tmp_path):
+    (tmp_path / "model").mkdir()
+    settings = {
+        "model_name_or_path": checkpoint_of(kind, tmp_path / "model", finished),
+        "model_type": None,
+        "config_overrides": None,
+        "train_tokenizer": None,
+        "vocab_size": None,
+        "train_file": corpus,
+    }
+    with pytest.raises(ValueError, match=message):
+        run_mlm.main(arguments(tmp_path / "run", **settings))
+    assert not (tmp_path / "run").exists()
+
+
+def test_directory_of_another_run_is_refused(run_mlm, finished, corpus, tmp_path):
+    """Another argument of model, data or training; files of something else; a file in the directory's place."""
+    before = snapshot(finished)
+    changed = {
+        "learning_rate": "learning_rate is 0.003 there and 0.001 here",
+        "block_size": "block_size is 64 there and 32 here",
+        "train_file": "train_file is .*topics.jsonl'. there and .*other.jsonl'. here",
+    }
+    shutil.copy(corpus, tmp_path / "other.jsonl")
+    values = {"learning_rate": 1e-3, "block_size": 32, "train_file": tmp_path / "other.jsonl"}
+    for name, message in changed.items():
+        settings = {"train_file": corpus, "eval_on_start": True, name: values[name]}
+        with pytest.raises(ValueError, match=f"--output_dir .*finished holds another run: .*{message}"):
+            run_mlm.main(arguments(finished, **settings))
+    with open(corpus, "a") as file:
+        file.write("\n")
+    try:
+        with pytest.raises(ValueError, match="holds another run: train_file_bytes is"):
+            run_mlm.main(arguments(finished, train_file=corpus, eval_on_start=True))
+    finally:
+        corpus.write_text(corpus.read_text()[:-1])
+    assert snapshot(finished) == before
+
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").write_text("")
+    with pytest.raises(ValueError, match="--output_dir .*foreign holds files but no run.json; choose a new"):
+        run_mlm.main(arguments(tmp_path / "foreign", train_file=corpus))
+    with pytest.raises(ValueError, match="--output_dir must be a directory, got the file"):
+        run_mlm.main(arguments(corpus, train_file=corpus))
+    assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["thesis.tex"]
+
+
+def run_in_two_processes(command: list[str]) -> str:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT]
+    process = start([*launcher, *command, "--ddp_backend=gloo"], start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, output
+    return output
+
+
+def test_two_processes(finished, corpus, tmp_path):
+    """Packed by one of them; as many steps as one process takes, each over twice as many blocks."""
+    # a block size that no other run has packed for
+    output = run_in_two_processes(arguments(tmp_path / "run", train_file=corpus, block_size=56))
+    # the documents are in the cache already
+    assert output.count("Generating train split: 0 examples") == 2
+    found = results(tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["global_step"] == 12
+    assert found["num_input_tokens_seen"] == 2 * 12 * 8 * 56
+    assert found["eval_loss"] < math.log(500) - 0.3
+    # the tokenizer that the first process trained
+    tokenizers = [AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (finished, tmp_path / "run")]
+    assert tokenizers[0] == tokenizers[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
+def test_two_processes_resume_where_they_were(streaming, finished, corpus, tmp_path):
+    settings = {"train_tokenizer": None, "vocab_size": None, "tokenizer_name": finished, "streaming": streaming}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_in_two_processes(arguments(whole, train_file=corpus, **settings))
+    shutil.copytree(whole / "checkpoint-4", resumed / "checkpoint-4")
+    shutil.copy(whole / "run.json", resumed)
+    run_in_two_processes(arguments(resumed, train_file=corpus, **settings))
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
+    assert results(resumed)["eval_loss"] == results(whole)["eval_loss"]
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(run_mlm, corpus, tmp_path):
+    """Each time soon after a new checkpoint's directory has appeared, often before it is complete."""
+    settings = {"train_file": corpus, "max_steps": 60, "save_steps": 2, "save_total_limit": 2}
+    run_mlm.main(arguments(tmp_path / "whole", **settings))
+
+    run = tmp_path / "run"
+    command = arguments(run, **settings)
+    generator = random.Random(0)
+
+    def last() -> int:
+        return max((int(path.name.split("-")[1]) for path in run.glob("checkpoint-*")), default=0)
+
+    for _ in range(6):
+        seen = last()
+        process = start([SCRIPT, *command])
+        while last() == seen and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(generator.uniform(0, 0.05))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    run_mlm.main(command)
+    torch.testing.assert_close(weights(run), weights(tmp_path / "whole"), rtol=0, atol=0)
