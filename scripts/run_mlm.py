@@ -58,7 +58,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_callback import TrainerState
 
 import yoso_hf  # noqa: F401, registers the models
 from yoso_hf.data import (
@@ -74,6 +73,7 @@ from yoso_hf.training import (
     check_attention,
     describe_run,
     find_checkpoint,
+    finished_state,
     load_pretrained,
     longest_input,
     override_config,
@@ -309,6 +309,7 @@ def make_blocks(
 
 def main(argv: list[str] | None = None) -> None:
     args, training_args = parse_arguments([MLMArguments, TrainingArguments], argv)
+    training_args.do_eval |= training_args.eval_on_start
     check_arguments(args, training_args)
     # the logits of a whole evaluation would not fit the memory
     training_args.prediction_loss_only = True
@@ -316,11 +317,8 @@ def main(argv: list[str] | None = None) -> None:
     files = {name: find_files(getattr(args, name) or [], f"--{name}") for name in ("train_file", "validation_file")}
     description = describe(args, training_args, files)
     checkpoint = find_checkpoint(training_args.output_dir, description)
+    finished = finished_state(checkpoint)
     set_seed(training_args.seed)
-
-    # Trainer would train a finished run for one more step
-    past = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json") if checkpoint else None
-    finished = past is not None and past.global_step >= past.max_steps
 
     tokenizer = None
     if not args.train_tokenizer:
@@ -356,8 +354,6 @@ def main(argv: list[str] | None = None) -> None:
     if not weights:
         model = new_model(args, make_config(args, tokenizer))
 
-    if training_args.should_save:
-        write_run(training_args.output_dir, description)
     masking = Masking(tokenizer, args.mlm_probability)
     validation = blocks.get("validation")
     trainer = MaskedLMTrainer(
@@ -369,8 +365,10 @@ def main(argv: list[str] | None = None) -> None:
         eval_dataset=None if validation is None else validation.with_transform(masking.mask_rows),
         processing_class=tokenizer,
     )
+    if training_args.should_save:
+        write_run(training_args.output_dir, description)
     if finished:
-        trainer.state = past
+        trainer.state = finished
     elif training_args.do_train:
         metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
         metrics["train_tokens_per_second"] = metrics["train_samples_per_second"] * args.block_size

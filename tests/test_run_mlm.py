@@ -291,6 +291,18 @@ def test_another_model_with_softmax_attention(run_mlm, finished, corpus, tmp_pat
     assert evaluated == continued < math.log(500) + 0.3
 
 
+def test_overrides_as_a_mapping(run_mlm, corpus, tmp_path):
+    """In the YAML file, with numbers that YAML takes for text."""
+    recipe = tmp_path / "recipe.yaml"
+    lines = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in YOSO.items())
+    recipe.write_text(f"config_overrides:\n{lines}  layer_norm_eps: 1e-7\n")
+    settings = {"config_overrides": None, "train_file": corpus, "max_steps": 1, "do_eval": None}
+    run_mlm.main([str(recipe), *arguments(tmp_path / "run", **settings)])
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert {name: config[name] for name in YOSO} == YOSO
+    assert config["layer_norm_eps"] == 1e-7
+
+
 def checkpoint_of(kind: str, folder: Path, tokenizer: Path) -> Path:
     """A directory that is no checkpoint of a masked language model that fits."""
     sizes = ROBERTA | {"vocab_size": 500}
@@ -453,13 +465,14 @@ def run_in_two_processes(command: list[str]) -> str:
 
 def test_two_processes(finished, corpus, tmp_path):
     """Packed by one of them; as many steps as one process takes, each over twice as many blocks."""
-    # a block size that no other run has packed for
-    output = run_in_two_processes(arguments(tmp_path / "run", train_file=corpus, block_size=56))
-    # the documents are in the cache already
-    assert output.count("Generating train split: 0 examples") == 2
+    # a file that no other run has read
+    shutil.copy(corpus, tmp_path)
+    output = run_in_two_processes(arguments(tmp_path / "run", train_file=tmp_path / corpus.name))
+    # the file read, blocks to train on, blocks to validate with
+    assert output.count("Generating train split: 0 examples") == 3
     found = results(tmp_path / "run")
     assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["global_step"] == 12
-    assert found["num_input_tokens_seen"] == 2 * 12 * 8 * 56
+    assert found["num_input_tokens_seen"] == 2 * 12 * 8 * 64
     assert found["eval_loss"] < math.log(500) - 0.3
     # the tokenizer that the first process trained
     tokenizers = [AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (finished, tmp_path / "run")]

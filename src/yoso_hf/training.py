@@ -188,7 +188,8 @@ def override_config(config: PreTrainedConfig, overrides: str | None) -> PreTrain
 
     Args:
         config: the configuration to start from; left as it is.
-        overrides: `name=value,name=value`, values as JSON writes them (64, 0.1, true, null) or plain text.
+        overrides: `name=value,name=value`, or the JSON object that a mapping in a YAML file becomes; values as
+            JSON writes them (64, 0.1, true, null) or plain text.
 
     Returns:
         The new configuration.
@@ -196,17 +197,24 @@ def override_config(config: PreTrainedConfig, overrides: str | None) -> PreTrain
     Raises:
         ValueError: an item is not `name=value`, or config has no such name or does not allow the value.
     """
+    if overrides and overrides.startswith("{"):
+        given = json.loads(overrides)
+    else:
+        given = {}
+        for item in overrides.split(",") if overrides else ():
+            name, equals, text = (part.strip() for part in item.partition("="))
+            if not equals or not name:
+                raise ValueError(f"--config_overrides must be name=value,name=value, got {item!r}")
+            given[name] = text
     values = {}
-    for item in overrides.split(",") if overrides else ():
-        name, equals, text = (part.strip() for part in item.partition("="))
-        if not equals or not name:
-            raise ValueError(f"--config_overrides must be name=value,name=value, got {item!r}")
+    for name, value in given.items():
         if not hasattr(config, name):
             raise ValueError(f"--config_overrides: {type(config).__name__} has no {name!r}")
         try:
-            values[name] = json.loads(text)
+            # YAML, too, takes 1e-5 for text
+            values[name] = json.loads(value) if isinstance(value, str) else value
         except json.JSONDecodeError:
-            values[name] = text
+            values[name] = value
     try:
         return type(config).from_dict(config.to_dict() | values)
     except StrictDataclassError as error:
