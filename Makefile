@@ -25,6 +25,9 @@ format: .venv/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+bench: .venv/.ready
+	$(BIN)/python benchmarks/bench_attention.py
+
 clean:
 	rm -rf .venv build dist src/*.egg-info src/yoso_hf/*.so
 

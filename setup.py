@@ -23,7 +23,7 @@ TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 PREFIX_MAP = f"-ffile-prefix-map={ROOT.resolve()}/="
 
 # vectors wider than the baseline's registers never cross a function's border, whatever -Wpsabi fears
-CXX_FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
+CXX_FLAGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
 CXX_FLAGS += [TORCH_TARGET, PREFIX_MAP]
 
 

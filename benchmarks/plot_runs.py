@@ -1,0 +1,57 @@
+"""Loss curves of finished runs of run_mlm or run_glue, side by side, as a picture and as numbers.
+
+    python benchmarks/plot_runs.py docs/results/gutenberg-4096 yoso=runs/yoso softmax=runs/softmax
+
+Writes <name>.png and <name>.json; the latter holds each run's run.json, all_results.json and evaluations.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from report import machine
+
+from yoso_hf.training import write_text
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    description, results, state = (
+        json.loads((folder / name).read_text()) for name in ("run.json", "all_results.json", "trainer_state.json")
+    )
+    curve = [(entry["step"], entry["eval_loss"]) for entry in state["log_history"] if "eval_loss" in entry]
+    training = [(entry["step"], entry["loss"]) for entry in state["log_history"] if "loss" in entry]
+    # files are named by the machine's directories, which mean nothing elsewhere
+    description = {name: value for name, value in description.items() if "/" not in str(value)}
+    return {"run": description, "results": results, "evaluation": curve, "training": training}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("runs", nargs="+", help="label=directory")
+    args = parser.parse_args()
+    runs = {}
+    for run in args.runs:
+        label, _, folder = run.partition("=")
+        runs[label] = read_run(Path(folder))
+
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for label, run in runs.items():
+        (line,) = axes.plot(*zip(*run["evaluation"], strict=True), marker="o", label=f"{label}, evaluation")
+        axes.plot(*zip(*run["training"], strict=True), color=line.get_color(), alpha=0.4, label=f"{label}, training")
+    axes.set_xlabel("step")
+    axes.set_ylabel("masked language modelling loss")
+    axes.legend()
+    temporary = args.output.with_suffix(".tmp.png")
+    figure.savefig(temporary, dpi=120)
+    temporary.replace(args.output.with_suffix(".png"))
+    write_text(args.output.with_suffix(".json"), json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
