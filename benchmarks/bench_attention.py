@@ -44,9 +44,7 @@ def kernel_weights(query: Tensor, key: Tensor, hash_code_len: int) -> Tensor:
 
 
 def make_cases(args: argparse.Namespace) -> dict[str, Case]:
-    functions = HashFunctions.sample(
-        args.heads, args.head_dim, args.num_hash, args.hash_code_len, device=args.device
-    )
+    functions = HashFunctions.sample(args.heads, args.head_dim, args.num_hash, args.hash_code_len, device=args.device)
     tau = args.hash_code_len
 
     def collisions(query, key, value):
@@ -70,9 +68,7 @@ def make_cases(args: argparse.Namespace) -> dict[str, Case]:
     softmax = F.scaled_dot_product_attention
     return {
         "yoso": Case(lambda *x: yoso_attention(*x, hash_functions=functions), collisions, tolerance),
-        "yoso expectation": Case(
-            lambda *x: yoso_attention(*x, hash_code_len=tau, expectation=True), exact, tolerance
-        ),
+        "yoso expectation": Case(lambda *x: yoso_attention(*x, hash_code_len=tau, expectation=True), exact, tolerance),
         "sdpa": Case(softmax, softmax, tolerance),
         "transformers yoso": Case(transformers_expectation, exact, tolerance),
     }

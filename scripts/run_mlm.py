@@ -1,6 +1,6 @@
 """Pretrain, or go on pretraining, a masked language model on blocks of text of any length, with Trainer.
 
-    # a small YOSO from scratch, with a tokenizer trained on the corpus; everything else from the recipe
+    # a small YOSO from scratch, with a tokenizer trained on the corpus; everything else is in the recipe
     python scripts/run_mlm.py configs/tiny.yaml --train_file corpus.txt --output_dir runs/tiny
 
     # the hub checkpoint's shape, on a data set of the hub, on 8 GPUs
@@ -9,34 +9,32 @@
     accelerate launch scripts/run_mlm.py configs/yoso-4096.yaml --bf16 \\
         --dataset_name wikimedia/wikipedia --dataset_config_name 20231101.en --output_dir runs/yoso-4096
 
-    # continued pretraining on your own documents, sampled instead of exact attention
+    # continued pretraining on your own documents, with sampled attention instead of the exact kernel
     python scripts/run_mlm.py --model_name_or_path uw-madison/yoso-4096 \\
-        --config_overrides use_expectation=false,num_hash=32 --train_file 'documents/*.jsonl' \\
-        --do_eval --gradient_checkpointing --max_steps 1000 --learning_rate 3e-5 --output_dir runs/continued
+        --config_overrides use_expectation=false,num_hash=32 --train_file 'documents/*.jsonl' --do_train --do_eval \\
+        --gradient_checkpointing --max_steps 1000 --learning_rate 3e-5 --output_dir runs/continued
 
-    # a corpus too large to keep a copy of: read while training
-    python scripts/run_mlm.py configs/base-512.yaml --dataset_name HuggingFaceFW/fineweb --streaming \\
-        --max_eval_blocks 500 --output_dir runs/base-512
+    # a corpus too large to keep: read and packed while training
+    python scripts/run_mlm.py configs/base-512.yaml --streaming --dataset_name HuggingFaceFW/fineweb \\
+        --dataset_config_name sample-10BT --validation_percentage 5 --output_dir runs/base-512
 
-    # the same recipe with softmax attention, for comparison
+    # softmax attention of the same shape, for comparison
     python scripts/run_mlm.py configs/small-512.yaml --model_type roberta --attn_implementation sdpa \\
-        --config_overrides num_hidden_layers=4,hidden_size=512,max_position_embeddings=514 \\
-        --train_file corpus.txt --output_dir runs/roberta-512
+        --config_overrides 'num_hidden_layers=4, hidden_size=512, num_attention_heads=8, intermediate_size=2048,
+                            max_position_embeddings=514' --train_file corpus.txt --output_dir runs/roberta-512
 
     # loss and perplexity of a checkpoint, nothing trained
-    python scripts/run_mlm.py --model_name_or_path runs/tiny --do_train false --do_eval \\
-        --validation_file valid.txt --output_dir runs/tiny-valid
+    python scripts/run_mlm.py --model_name_or_path runs/tiny --do_eval --validation_file valid.txt \\
+        --output_dir runs/tiny-valid
 
-    # one GPU out of several
-    CUDA_VISIBLE_DEVICES=0 python scripts/run_mlm.py ...
+Arguments on the command line override those of the YAML file; all of transformers' TrainingArguments are allowed,
+--push_to_hub among them. The same command with the same output_dir resumes from the last complete checkpoint; a
+finished run is not trained again. all_results.json there holds losses, perplexity and speed.
 
-Arguments on the command line override those of the YAML file; all of transformers' TrainingArguments are
-allowed, --push_to_hub among them. The same command with the same output_dir resumes from the last complete
-checkpoint; a finished run is not trained again. all_results.json there holds losses, perplexity and speed.
-
-Each document of the corpus gets the tokenizer's special tokens, and the stream of them is cut into full
-blocks: no padding, and nothing lost but the last incomplete block. With several processes the first one does
-this while the others wait; if it takes longer than --ddp_timeout, run the command with one process first.
+Each document of the corpus gets the tokenizer's special tokens, and the stream of them is cut into full blocks: no
+padding, and nothing lost but the last incomplete block. With several processes the first one does this while the
+others wait; where that takes longer than --ddp_timeout, run the command with one process and another output_dir
+first, until it trains: the blocks stay in the cache. A streamed run that resumes reads what it has used again.
 """
 
 import dataclasses
@@ -158,8 +156,8 @@ def check_arguments(args: MLMArguments, training_args: TrainingArguments) -> Non
     exactly_one("model_name_or_path", "config_file", "model_type")
     if training_args.do_train or is_split(args, training_args):
         exactly_one("dataset_name", "train_file")
-    if args.validation_split and not args.dataset_name:
-        raise ValueError("--validation_split is a split of --dataset_name, which is missing")
+    if args.validation_split and (args.validation_file or not args.dataset_name):
+        raise ValueError("--validation_split is a split of --dataset_name, and excludes --validation_file")
     if args.train_tokenizer:
         if args.model_name_or_path or args.tokenizer_name:
             raise ValueError("--train_tokenizer excludes --model_name_or_path and --tokenizer_name")
@@ -371,7 +369,8 @@ def main(argv: list[str] | None = None) -> None:
         trainer.state = finished
     elif training_args.do_train:
         metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-        metrics["train_tokens_per_second"] = metrics["train_samples_per_second"] * args.block_size
+        trained_on = trainer.state.num_input_tokens_seen - trainer._initial_num_input_tokens_seen
+        metrics["train_tokens_per_second"] = trained_on / metrics["train_runtime"]
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
         trainer.save_state()

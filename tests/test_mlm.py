@@ -153,7 +153,6 @@ def test_evaluation_masks_never_change(masking, tmp_path):
         trainer = new_trainer(model, masking, tmp_path, evaluation=evaluation, seed=seed)
         torch.manual_seed(seed)
         losses += [trainer.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]]
-        model.base_model._forward_hooks.clear()
     assert len(set(losses)) == 1
 
 
@@ -164,7 +163,6 @@ def test_evaluation_loss_and_perplexity(sparse, masking, tmp_path):
     metrics = new_trainer(
         model, masking, tmp_path, sparse, evaluation=evaluation, per_device_eval_batch_size=1
     ).evaluate()
-    model.base_model._forward_hooks.clear()
     losses = []
     for row in evaluation.with_transform(masking.mask_rows):
         with torch.no_grad():
@@ -193,8 +191,9 @@ def test_sparse_loss_and_gradients_equal_dense_ones(name, masking, tmp_path):
         masked = int((inputs["labels"] != -100).sum())
         assert shapes == [(1, masked, 300) if sparse else (3, 64, 300)]
         head.remove()
-        model.base_model._forward_hooks.clear()
     torch.testing.assert_close(found[True], found[False], rtol=1e-5, atol=1e-7)
+    # outside of the trainer the model is as it was
+    assert model(input_ids=inputs["input_ids"]).logits.shape == (3, 64, 300)
 
 
 @pytest.mark.parametrize("name", ["yoso", "roberta"])
@@ -250,6 +249,18 @@ def test_label_smoothing_is_for_training_only(masking, tmp_path):
             model.train(training)
             expected = F.cross_entropy(logits, labels, label_smoothing=smoothing)
             torch.testing.assert_close(trainer.compute_loss(model, dict(inputs)), expected)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_batch_without_masks_teaches_nothing(sparse, masking, tmp_path):
+    model = new_model("roberta")
+    inputs = {"input_ids": torch.randint(5, 300, (2, 8)), "labels": torch.full((2, 8), -100)}
+    for count in (None, torch.tensor(0)):
+        trainer = new_trainer(model, masking, tmp_path, sparse)
+        loss = trainer.compute_loss(model, dict(inputs), num_items_in_batch=count)
+        loss.backward()
+        assert loss == 0
+        assert all((parameter.grad == 0).all() for parameter in model.parameters() if parameter.grad is not None)
 
 
 def test_several_gpus_in_one_process_are_refused(masking, tmp_path, monkeypatch):

@@ -79,9 +79,7 @@ def yoso_attention(
             )
         query_codes = hash_functions.codes(query.detach())
         key_codes = hash_functions.codes(key.detach(), key_mask)
-        out = sampled_attention(
-            query, key, value, query_codes, key_codes, hash_code_len, backward == "expectation"
-        )
+        out = sampled_attention(query, key, value, query_codes, key_codes, hash_code_len, backward == "expectation")
     if normalization == "l2":
         out, _ = unit_rows(out)
     elif normalization == "sum":

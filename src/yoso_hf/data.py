@@ -73,9 +73,7 @@ def read_files(
         raise ValueError(f"{source} cannot be read as {builder}: {error.__cause__ or error}") from error
 
 
-def select_text(
-    documents: Dataset | IterableDataset, text_column: str, source: str
-) -> Dataset | IterableDataset:
+def select_text(documents: Dataset | IterableDataset, text_column: str, source: str) -> Dataset | IterableDataset:
     """Reduce a dataset to its text.
 
     Args:
@@ -93,9 +91,7 @@ def select_text(
     if first is None:
         raise ValueError(f"{source} holds no documents")
     if text_column not in first:
-        raise ValueError(
-            f"--text_column {text_column}: no such column in {source}, which has {', '.join(first)}"
-        )
+        raise ValueError(f"--text_column {text_column}: no such column in {source}, which has {', '.join(first)}")
     if not isinstance(first[text_column], str | None):
         raise ValueError(
             f"--text_column {text_column} must hold text, got {type(first[text_column]).__name__} in {source}"
@@ -123,9 +119,7 @@ def split_documents(
         raise ValueError(f"--validation_percentage must be above 0 and at most 50, got {percentage}")
     every = round(100 / percentage)
     parts = (
-        documents.filter(
-            _is_in_split, with_indices=True, fn_kwargs={"every": every, "validation": validation}
-        )
+        documents.filter(_is_in_split, with_indices=True, fn_kwargs={"every": every, "validation": validation})
         for validation in (False, True)
     )
     return tuple(parts)

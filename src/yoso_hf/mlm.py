@@ -91,6 +91,8 @@ class MaskedLMTrainer(Trainer):
         super().__init__(data_collator=default_data_collator, compute_loss_func=self.masked_lm_loss, **arguments)
         self.masking = masking
         self.sparse_prediction = sparse_prediction
+        # [K] positions in the flattened batch, while its loss is computed
+        self._masked = None
         if sparse_prediction:
             if self.args.n_gpu > 1:
                 raise ValueError(
@@ -100,7 +102,9 @@ class MaskedLMTrainer(Trainer):
             self.model.base_model.register_forward_hook(self._keep_masked)
 
     def _keep_masked(self, _module: nn.Module, _inputs: tuple, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, self._masked)[None]
+        if self._masked is not None:
+            hidden = output.last_hidden_state.flatten(0, 1)
+            output.last_hidden_state = hidden.index_select(0, self._masked)[None]
         return output
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
@@ -109,14 +113,16 @@ class MaskedLMTrainer(Trainer):
         return super().get_batch_samples(masked, num_batches, device)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any):
-        if self.sparse_prediction:
-            labels = inputs["labels"].flatten()
-            # [K] positions in the flattened batch
-            self._masked = (labels != IGNORED).nonzero().squeeze(1)
-            inputs = inputs | {"labels": labels[self._masked][None]}
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        if not self.sparse_prediction:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        labels = inputs["labels"].flatten()
+        self._masked = (labels != IGNORED).nonzero().squeeze(1)
+        try:
+            return super().compute_loss(model, inputs | {"labels": labels[self._masked][None]}, *args, **kwargs)
+        finally:
+            self._masked = None
 
-    def masked_lm_loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    def masked_lm_loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Cross-entropy of the masked tokens, in float32.
 
         Args:
@@ -125,16 +131,17 @@ class MaskedLMTrainer(Trainer):
             num_items_in_batch: masked tokens of the whole optimiser step; None: those in labels.
 
         Returns:
-            The sum divided by num_items_in_batch, or the mean.
+            The sum divided by num_items_in_batch; 0 where nothing is masked.
         """
         loss = F.cross_entropy(
             outputs.logits.flatten(0, 1).float(),
             labels.flatten(),
             ignore_index=IGNORED,
-            reduction="mean" if num_items_in_batch is None else "sum",
+            reduction="sum",
             label_smoothing=self.args.label_smoothing_factor if self.model.training else 0.0,
         )
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+        count = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        return loss / torch.as_tensor(count).clamp(min=1)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any):
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)

@@ -41,12 +41,8 @@ class YosoEmbeddings(nn.Module):
 
     def __init__(self, config: YosoConfig):
         super().__init__()
-        self.word_embeddings = nn.Embedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
-        )
-        self.position_embeddings = nn.Embedding(
-            config.max_position_embeddings + POSITION_OFFSET, config.hidden_size
-        )
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings + POSITION_OFFSET, config.hidden_size)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -90,9 +86,7 @@ class YosoSelfAttention(nn.Module):
         hash_parameters = self.seeded_hash_parameters() if seeded else None
         self.register_buffer("hash_parameters", hash_parameters, persistent=False)
 
-    def sample_hash_functions(
-        self, device: torch.device | str, generator: torch.Generator | None
-    ) -> HashFunctions:
+    def sample_hash_functions(self, device: torch.device | str, generator: torch.Generator | None) -> HashFunctions:
         sizes = (self.num_heads, self.head_dim, self.num_hash, self.hash_code_len)
         return HashFunctions.sample(*sizes, kind=self.hash_kind, generator=generator, device=device)
 
@@ -173,9 +167,7 @@ class YosoAttention(nn.Module):
         self.self = YosoSelfAttention(config, layer_idx)
         self.output = YosoResidual(config.hidden_size, config)
 
-    def forward(
-        self, hidden_states: Tensor, key_mask: Tensor | None, **kwargs: Unpack[TransformersKwargs]
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, key_mask: Tensor | None, **kwargs: Unpack[TransformersKwargs]) -> Tensor:
         context, _ = self.self(hidden_states, key_mask, **kwargs)
         return self.output(context, hidden_states)
 
@@ -217,9 +209,7 @@ class YosoEncoder(nn.Module):
 
     def __init__(self, config: YosoConfig):
         super().__init__()
-        self.layer = nn.ModuleList(
-            YosoLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)
-        )
+        self.layer = nn.ModuleList(YosoLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
 
     def forward(
         self, hidden_states: Tensor, key_mask: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
