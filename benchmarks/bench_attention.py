@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", type=lambda name: getattr(torch, name))
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds a call, by extrapolation")
+    parser.add_argument("--limit", type=float, default=5.0, help="seconds a call, by extrapolation")
     args = parser.parse_args()
     torch.manual_seed(0)
     cases = make_cases(args)
