@@ -1,6 +1,6 @@
 """Loss curves of finished runs of run_mlm or run_glue, side by side, as a picture and as numbers.
 
-    python benchmarks/plot_runs.py docs/results/gutenberg-4096 yoso=runs/yoso softmax=runs/softmax
+    python benchmarks/plot_runs.py --commit 61b21e3 docs/results/gutenberg-4096 yoso=runs/yoso softmax=runs/softmax
 
 Writes <name>.png and <name>.json; the latter holds each run's run.json, all_results.json and evaluations.
 """
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from report import machine
 
 from yoso_hf.training import write_text
 
@@ -33,6 +32,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path)
+    parser.add_argument("--commit", required=True, help="the commit that the runs were made with")
     parser.add_argument("runs", nargs="+", help="label=directory")
     args = parser.parse_args()
     runs = {}
@@ -50,7 +50,7 @@ def main() -> None:
     temporary = args.output.with_suffix(".tmp.png")
     figure.savefig(temporary, dpi=120)
     temporary.replace(args.output.with_suffix(".png"))
-    write_text(args.output.with_suffix(".json"), json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
+    write_text(args.output.with_suffix(".json"), json.dumps({"commit": args.commit, "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
