@@ -88,6 +88,19 @@ inline void check_codes(const Tensor& codes, const char* name, int64_t hash_code
                   hash_code_len <= 15 ? "int16" : "int32", " for hash_code_len ", hash_code_len);
 }
 
+// the codes of sampled attention's queries and keys, against each other and value
+inline void check_all_codes(const Tensor& query_codes, const Tensor& key_codes, const Tensor& value,
+                            int64_t hash_code_len) {
+  check_hash_sizes(query_codes.size(2), hash_code_len);
+  check_codes(query_codes, "query_codes", hash_code_len);
+  check_codes(key_codes, "key_codes", hash_code_len);
+  STD_TORCH_CHECK(value.dim() == 4 && key_codes.size(3) == value.size(2), "key_codes must have a code for every value");
+  for (int64_t dim = 0; dim < 2; ++dim)
+    STD_TORCH_CHECK(query_codes.size(dim) == value.size(dim) && key_codes.size(dim) == value.size(dim),
+                    "codes and value must agree in batch and heads");
+  STD_TORCH_CHECK(query_codes.size(2) == key_codes.size(2), "query_codes and key_codes must agree in num_hash");
+}
+
 // Calls f with a value of x's element type.
 template <class F>
 void dispatch_floating(const Tensor& x, const F& f) {

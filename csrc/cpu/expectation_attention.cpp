@@ -74,8 +74,8 @@ void transpose_tiles(const T* from, int64_t count, int64_t columns, T* to) {
 int64_t whole_tiles(int64_t keys) { return (keys + kTileKeys - 1) / kTileKeys * kTileKeys; }
 
 // out [queries, value_columns] += p(query . key) value, for unit queries and keys transposed by tiles.
-template <class T>
-YOSO_MULTIVERSION void expectation_rows(const T* query, int64_t num_queries, const T* key_tiles, const T* value,
+template <class V, class T = Element<V>>
+YOSO_INLINE void expectation_rows(const T* query, int64_t num_queries, const T* key_tiles, const T* value,
                                         int64_t num_keys, int64_t columns, int64_t value_columns, int64_t tau, T* out) {
   alignas(64) T cosine[kTileSize] = {}, base[kTileSize], weights[kTileSize];
   for (int64_t q = 0; q < num_queries; q += kTileQueries) {
@@ -83,11 +83,12 @@ YOSO_MULTIVERSION void expectation_rows(const T* query, int64_t num_queries, con
     for (int64_t k = 0; k < num_keys; k += kTileKeys) {
       const int64_t nk = std::min(kTileKeys, num_keys - k);
       std::memset(cosine, 0, sizeof(cosine));
-      multiply(nq, kTileKeys, columns, query + q * columns, columns, 1, key_tiles + k * columns, kTileKeys, cosine,
-               kTileKeys);
+      multiply<V>(nq, kTileKeys, columns, AllRows<const T>{query + q * columns, columns}, 1,
+                  AllRows<const T>{key_tiles + k * columns, kTileKeys}, AllRows<T>{cosine, kTileKeys});
       kernel_weights(cosine, tau, base, weights);
-      multiply(nq, value_columns, nk, weights, kTileKeys, 1, value + k * value_columns, value_columns,
-               out + q * value_columns, value_columns);
+      multiply<V>(nq, value_columns, nk, AllRows<T>{weights, kTileKeys}, 1,
+                  AllRows<const T>{value + k * value_columns, value_columns},
+                  AllRows<T>{out + q * value_columns, value_columns});
     }
   }
 }
@@ -104,23 +105,26 @@ void expectation_forward(const Tensor& query, const Tensor& key, const Tensor& v
   torch::stable::parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
     Buffer<T> queries(rows * columns), keys(M * columns), key_tiles(whole_tiles(M) * columns);
     Buffer<T> values(M * value_columns), sums(rows * value_columns), lengths(std::max(rows, M));
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t batch = task / slices / H, head = task / slices % H;
-      const int64_t first = task % slices * rows, last = std::min(N, first + rows);
-      if (first >= last) continue;
-      load_rows(rows_of<In>(query), batch, head, first, last, D, queries.data(), columns);
-      normalize_rows(queries.data(), last - first, columns, lengths.data());
-      if (task == begin || task % slices == 0) {
-        load_rows(rows_of<In>(key), batch, head, 0, M, D, keys.data(), columns);
-        normalize_rows(keys.data(), M, columns, lengths.data());
-        transpose_tiles(keys.data(), M, columns, key_tiles.data());
-        load_rows(rows_of<In>(value), batch, head, 0, M, Dv, values.data(), value_columns);
+    vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+      using V = Vector<T, bytes()>;
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t batch = task / slices / H, head = task / slices % H;
+        const int64_t first = task % slices * rows, last = std::min(N, first + rows);
+        if (first >= last) continue;
+        load_rows<V>(rows_of<In>(query), batch, head, first, last, D, queries.data(), columns);
+        normalize_rows<V>(queries.data(), columns, last - first, columns, lengths.data());
+        if (task == begin || task % slices == 0) {
+          load_rows<V>(rows_of<In>(key), batch, head, 0, M, D, keys.data(), columns);
+          normalize_rows<V>(keys.data(), columns, M, columns, lengths.data());
+          transpose_tiles(keys.data(), M, columns, key_tiles.data());
+          load_rows<V>(rows_of<In>(value), batch, head, 0, M, Dv, values.data(), value_columns);
+        }
+        sums.zero();
+        expectation_rows<V>(queries.data(), last - first, key_tiles.data(), values.data(), M, columns, value_columns, tau,
+                         sums.data());
+        store_rows<V>(sums.data(), value_columns, T{1}, mutable_rows_of<In>(out), batch, head, first, last, Dv);
       }
-      sums.zero();
-      expectation_rows(queries.data(), last - first, key_tiles.data(), values.data(), M, columns, value_columns, tau,
-                       sums.data());
-      store_rows(sums.data(), value_columns, T{1}, mutable_rows_of<In>(out), batch, head, first, last, Dv);
-    }
+    });
   });
 }
 
@@ -149,8 +153,8 @@ struct Head {
         grad_value(num_keys * value_columns) {}
 };
 
-template <class T>
-YOSO_MULTIVERSION void expectation_gradients(Head<T>& head, int64_t tau, bool exact) {
+template <class V, class T = Element<V>>
+YOSO_INLINE void expectation_gradients(Head<T>& head, int64_t tau, bool exact) {
   const int64_t D = head.columns, Dv = head.value_columns;
   alignas(64) T cosine[kTileSize] = {}, base[kTileSize], weights[kTileSize], slope[kTileSize], products[kTileSize] = {};
   for (int64_t k = 0; k < head.num_keys; k += kTileKeys) {
@@ -160,13 +164,18 @@ YOSO_MULTIVERSION void expectation_gradients(Head<T>& head, int64_t tau, bool ex
       const T *query = head.query.data() + q * D, *grad = head.grad.data() + q * Dv;
       std::memset(cosine, 0, sizeof(cosine));
       std::memset(products, 0, sizeof(products));
-      multiply(nq, kTileKeys, D, query, D, 1, head.key_tiles.data() + k * D, kTileKeys, cosine, kTileKeys);
-      multiply(nq, kTileKeys, Dv, grad, Dv, 1, head.value_tiles.data() + k * Dv, kTileKeys, products, kTileKeys);
+      multiply<V>(nq, kTileKeys, D, AllRows<const T>{query, D}, 1, AllRows<T>{head.key_tiles.data() + k * D, kTileKeys},
+                  AllRows<T>{cosine, kTileKeys});
+      multiply<V>(nq, kTileKeys, Dv, AllRows<const T>{grad, Dv}, 1,
+                  AllRows<T>{head.value_tiles.data() + k * Dv, kTileKeys}, AllRows<T>{products, kTileKeys});
       kernel_slope(cosine, tau, exact, base, weights, slope);
       for (int64_t i = 0; i < kTileSize; ++i) slope[i] *= products[i];
-      multiply(nq, D, nk, slope, kTileKeys, 1, head.key.data() + k * D, D, head.grad_query.data() + q * D, D);
-      multiply(nk, D, nq, slope, 1, kTileKeys, query, D, head.grad_key.data() + k * D, D);
-      multiply(nk, Dv, nq, weights, 1, kTileKeys, grad, Dv, head.grad_value.data() + k * Dv, Dv);
+      multiply<V>(nq, D, nk, AllRows<T>{slope, kTileKeys}, 1, AllRows<T>{head.key.data() + k * D, D},
+                  AllRows<T>{head.grad_query.data() + q * D, D});
+      multiply<V>(nk, D, nq, AllRows<T>{slope, 1}, kTileKeys, AllRows<const T>{query, D},
+                  AllRows<T>{head.grad_key.data() + k * D, D});
+      multiply<V>(nk, Dv, nq, AllRows<T>{weights, 1}, kTileKeys, AllRows<const T>{grad, Dv},
+                  AllRows<T>{head.grad_value.data() + k * Dv, Dv});
     }
   }
 }
@@ -179,26 +188,29 @@ void expectation_backward(const Tensor& grad, const Tensor& query, const Tensor&
   const int64_t M = key.size(2), Dv = value.size(3), columns = padded(D), value_columns = padded(Dv);
   torch::stable::parallel_for(0, B * H, 1, [&](int64_t begin, int64_t end) {
     Head<T> rows(N, M, columns, value_columns);
-    for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
-      const int64_t batch = batch_head / H, head = batch_head % H;
-      load_rows(rows_of<In>(query), batch, head, 0, N, D, rows.query.data(), columns);
-      load_rows(rows_of<In>(key), batch, head, 0, M, D, rows.key.data(), columns);
-      load_rows(rows_of<In>(value), batch, head, 0, M, Dv, rows.value.data(), value_columns);
-      load_rows(rows_of<In>(grad), batch, head, 0, N, Dv, rows.grad.data(), value_columns);
-      normalize_rows(rows.query.data(), N, columns, rows.query_inverse.data());
-      normalize_rows(rows.key.data(), M, columns, rows.key_inverse.data());
-      transpose_tiles(rows.key.data(), M, columns, rows.key_tiles.data());
-      transpose_tiles(rows.value.data(), M, value_columns, rows.value_tiles.data());
-      rows.grad_query.zero();
-      rows.grad_key.zero();
-      rows.grad_value.zero();
-      expectation_gradients(rows, tau, exact);
-      through_normalize(rows.grad_query.data(), rows.query.data(), N, columns, rows.query_inverse.data(), T{1});
-      through_normalize(rows.grad_key.data(), rows.key.data(), M, columns, rows.key_inverse.data(), T{1});
-      store_rows(rows.grad_query.data(), columns, T{1}, mutable_rows_of<In>(grad_query), batch, head, 0, N, D);
-      store_rows(rows.grad_key.data(), columns, T{1}, mutable_rows_of<In>(grad_key), batch, head, 0, M, D);
-      store_rows(rows.grad_value.data(), value_columns, T{1}, mutable_rows_of<In>(grad_value), batch, head, 0, M, Dv);
-    }
+    vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+      using V = Vector<T, bytes()>;
+      for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
+        const int64_t batch = batch_head / H, head = batch_head % H;
+        load_rows<V>(rows_of<In>(query), batch, head, 0, N, D, rows.query.data(), columns);
+        load_rows<V>(rows_of<In>(key), batch, head, 0, M, D, rows.key.data(), columns);
+        load_rows<V>(rows_of<In>(value), batch, head, 0, M, Dv, rows.value.data(), value_columns);
+        load_rows<V>(rows_of<In>(grad), batch, head, 0, N, Dv, rows.grad.data(), value_columns);
+        normalize_rows<V>(rows.query.data(), columns, N, columns, rows.query_inverse.data());
+        normalize_rows<V>(rows.key.data(), columns, M, columns, rows.key_inverse.data());
+        transpose_tiles(rows.key.data(), M, columns, rows.key_tiles.data());
+        transpose_tiles(rows.value.data(), M, value_columns, rows.value_tiles.data());
+        rows.grad_query.zero();
+        rows.grad_key.zero();
+        rows.grad_value.zero();
+        expectation_gradients<V>(rows, tau, exact);
+        through_normalize<V>(rows.grad_query.data(), columns, rows.query.data(), columns, N, columns, rows.query_inverse.data(), T{1});
+        through_normalize<V>(rows.grad_key.data(), columns, rows.key.data(), columns, M, columns, rows.key_inverse.data(), T{1});
+        store_rows<V>(rows.grad_query.data(), columns, T{1}, mutable_rows_of<In>(grad_query), batch, head, 0, N, D);
+        store_rows<V>(rows.grad_key.data(), columns, T{1}, mutable_rows_of<In>(grad_key), batch, head, 0, M, D);
+        store_rows<V>(rows.grad_value.data(), value_columns, T{1}, mutable_rows_of<In>(grad_value), batch, head, 0, M, Dv);
+      }
+    });
   });
 }
 

@@ -20,114 +20,162 @@ struct IntegerOf<double> {
 };
 template <class T>
 using Integer = typename IntegerOf<T>::type;
-
-// In-place Walsh-Hadamard transform of `size` vectors, lane by lane; two stages a pass over memory.
 template <class V>
-YOSO_INLINE void hadamard(V* x, int64_t size) {
-  int64_t h = 1;
-  for (; h * 4 <= size; h *= 4)
-    for (int64_t i = 0; i < size; i += 4 * h)
-      for (int64_t j = i; j < i + h; ++j) {
-        V a = x[j] + x[j + h], b = x[j] - x[j + h];
-        V c = x[j + 2 * h] + x[j + 3 * h], d = x[j + 2 * h] - x[j + 3 * h];
-        x[j] = a + c;
-        x[j + h] = b + d;
-        x[j + 2 * h] = a - c;
-        x[j + 3 * h] = b - d;
+using Codes = Vector<Integer<Element<V>>, sizeof(V)>;
+
+// The Walsh-Hadamard transform of R vectors, lane by lane.
+template <int R, class V>
+YOSO_INLINE void butterfly(V (&x)[R]) {
+  for (int h = 1; h < R; h *= 2)
+    for (int i = 0; i < R; ++i)
+      if ((i & h) == 0) {
+        const V sum = x[i] + x[i + h];
+        x[i + h] = x[i] - x[i + h];
+        x[i] = sum;
       }
-  if (h < size)
-    for (int64_t j = 0; j < h; ++j) {
-      V a = x[j], b = x[j + h];
-      x[j] = a + b;
-      x[j + h] = a - b;
+}
+
+// log2(R) stages of a transform in one pass over memory: those between elements that are h, 2 h, .. apart. Elements
+// come from read(i) and go to x[i].
+template <int R, class V, class Read>
+YOSO_INLINE void hadamard_pass(V* x, int64_t size, int64_t h, const Read& read) {
+  for (int64_t i = 0; i < size; i += R * h)
+    for (int64_t j = i; j < i + h; ++j) {
+      V part[R];
+      for (int r = 0; r < R; ++r) part[r] = read(j + r * h);
+      butterfly<R>(part);
+      for (int r = 0; r < R; ++r) x[j + r * h] = part[r];
     }
 }
 
-// Sets bit `bit` of codes[f] where projections[f] > 0.
-template <class T>
-YOSO_INLINE void set_bits(const Vector<T>* projections, int64_t count, int64_t bit, Vector<Integer<T>>* codes) {
-  for (int64_t f = 0; f < count; ++f) codes[f] |= (projections[f] > 0) & (Integer<T>{1} << bit);
+// The stages of a transform between elements from `limit` to h / 2 apart.
+template <class V>
+YOSO_INLINE void hadamard_stages(V* x, int64_t size, int64_t limit, int64_t h) {
+  const auto in_place = [x](int64_t i) YOSO_INLINE_LAMBDA { return x[i]; };
+  while (h > limit) {
+    if (h >= 8 * limit) {
+      h /= 8;
+      hadamard_pass<8>(x, size, h, in_place);
+    } else if (h >= 4 * limit) {
+      h /= 4;
+      hadamard_pass<4>(x, size, h, in_place);
+    } else {
+      h /= 2;
+      hadamard_pass<2>(x, size, h, in_place);
+    }
+  }
 }
 
-// Codes [num_hash] of one vector of rows by H G H D2 H D1; x and projections hold `size` vectors, x is overwritten.
-template <class T>
-YOSO_MULTIVERSION void hadamard_codes(Vector<T>* x, Vector<T>* projections, const T* parameters, int64_t size,
-                                      int64_t num_hash, int64_t hash_code_len, Vector<Integer<T>>* codes) {
+// Codes [num_hash] of one vector of rows by H G H D2 H D1. x holds `size` vectors and is overwritten; scratch holds
+// hash_code_len * size of them.
+template <class V>
+YOSO_INLINE void hadamard_codes(V* x, V* scratch, const Element<V>* parameters, int64_t size, int64_t num_hash,
+                                int64_t hash_code_len, Codes<V>* codes) {
   for (int64_t round = 0; round < 2; ++round, parameters += size) {
-    for (int64_t j = 0; j < size; ++j) x[j] *= parameters[j];
-    hadamard(x, size);
+    hadamard_pass<8>(x, size, size / 8, [=](int64_t i) YOSO_INLINE_LAMBDA { return x[i] * parameters[i]; });
+    hadamard_stages(x, size, 1, size / 8);
   }
   // the first `needed` rows of a transform are a transform of that size, after the rest is folded onto it
-  int64_t needed = 1;
+  int64_t needed = 8;
   while (needed < num_hash && needed < size) needed *= 2;
-  for (int64_t bit = 0; bit < hash_code_len; ++bit)
-    for (int64_t first = 0; first < num_hash; first += size, parameters += size) {
-      for (int64_t j = 0; j < needed; ++j) projections[j] = x[j] * parameters[j];
-      for (int64_t fold = needed; fold < size; fold += needed)
-        for (int64_t j = 0; j < needed; ++j) projections[j] += x[fold + j] * parameters[fold + j];
-      hadamard(projections, needed);
-      set_bits<T>(projections, std::min(size, num_hash - first), bit, codes + first);
+  const int64_t groups = (num_hash + size - 1) / size;
+  for (int64_t group = 0; group < groups; ++group) {
+    for (int64_t bit = 0; bit < hash_code_len; ++bit) {
+      const Element<V>* scale = parameters + (bit * groups + group) * size;
+      const auto folded = [=](int64_t i) YOSO_INLINE_LAMBDA {
+        V sum = x[i] * scale[i];
+        for (int64_t fold = i + needed; fold < size; fold += needed) sum += x[fold] * scale[fold];
+        return sum;
+      };
+      V* rows = scratch + bit * needed;
+      if (needed >= 32) {
+        hadamard_pass<8>(rows, needed, needed / 8, folded);
+        hadamard_stages(rows, needed, 4, needed / 8);
+      } else if (needed == 16) {
+        hadamard_pass<4>(rows, needed, 4, folded);
+      } else {
+        hadamard_pass<2>(rows, needed, 4, folded);
+      }
     }
+    // the last two stages for all bits of four codes, which so stay in registers
+    const int64_t first = group * size;
+    for (int64_t f = 0; f < std::min(needed, num_hash - first); f += 4) {
+      Codes<V> code[4] = {};
+      for (int64_t bit = 0; bit < hash_code_len; ++bit) {
+        V row[4];
+        for (int r = 0; r < 4; ++r) row[r] = scratch[bit * needed + f + r];
+        butterfly<4>(row);
+        for (int r = 0; r < 4; ++r) code[r] |= (row[r] > 0) & (Integer<Element<V>>{1} << bit);
+      }
+      for (int r = 0; r < std::min<int64_t>(4, num_hash - first - f); ++r) codes[first + f + r] = code[r];
+    }
+  }
 }
 
 // Codes [num_hash] of one vector of rows by given directions [hash_code_len, num_hash, columns].
-template <class T>
-YOSO_MULTIVERSION void gaussian_codes(Vector<T>* x, Vector<T>* projections, const T* directions, int64_t columns,
-                                      int64_t num_hash, int64_t hash_code_len, Vector<Integer<T>>* codes) {
-  for (int64_t bit = 0; bit < hash_code_len; ++bit) {
-    int64_t f = 0;
-    for (; f + 4 <= num_hash; f += 4, directions += 4 * columns) {
-      Vector<T> sum[4] = {};
+template <class V>
+YOSO_INLINE void gaussian_codes(const V* x, const Element<V>* directions, int64_t columns, int64_t num_hash,
+                                int64_t hash_code_len, Codes<V>* codes) {
+  std::memset(codes, 0, num_hash * sizeof(V));
+  for (int64_t bit = 0; bit < hash_code_len; ++bit)
+    for (int64_t f = 0; f < num_hash; f += 4) {
+      const int64_t count = std::min<int64_t>(4, num_hash - f);
+      V sum[4] = {};
       for (int64_t c = 0; c < columns; ++c)
-        for (int r = 0; r < 4; ++r) sum[r] += x[c] * directions[r * columns + c];
-      for (int r = 0; r < 4; ++r) projections[f + r] = sum[r];
+        for (int r = 0; r < 4; ++r) sum[r] += x[c] * directions[std::min<int64_t>(r, count - 1) * columns + c];
+      for (int r = 0; r < count; ++r) codes[f + r] |= (sum[r] > 0) & (Integer<Element<V>>{1} << bit);
+      directions += count * columns;
     }
-    for (; f < num_hash; ++f, directions += columns) {
-      Vector<T> sum = {};
-      for (int64_t c = 0; c < columns; ++c) sum += x[c] * directions[c];
-      projections[f] = sum;
-    }
-    set_bits<T>(projections, num_hash, bit, codes);
-  }
 }
 
-// Hashes x [B, H, N, D] with `transform`, one of the two above; `size` is the length of a transformed row.
-template <class In, class Code, class Transform>
-void hash_rows(const Tensor& x, const Tensor& parameters, const bool* mask, int64_t mask_stride, int64_t size,
-               int64_t num_projections, int64_t num_hash, int64_t hash_code_len, const Tensor& out,
-               const Transform& transform) {
+// Stores a code for each of the first `count` lanes, -1 where keep has a 0.
+template <class V, class Code>
+YOSO_INLINE void store_codes(Code* to, Codes<V> codes, Codes<V> keep, int64_t count) {
+  using Narrow = Vector<Code, kLanes<V> * sizeof(Code)>;
+  const Narrow narrow = __builtin_convertvector(codes | ~keep, Narrow);
+  std::memcpy(to, &narrow, count * sizeof(Code));
+}
+
+// Hashes x [B, H, N, D]; `size` is the length of a transformed row, D where the directions are given.
+template <class In, class Code>
+void hash_rows(const Tensor& x, const Tensor& parameters, const bool* mask, bool use_hadamard, int64_t num_hash,
+               int64_t hash_code_len, const Tensor& out) {
   using T = Accumulator<In>;
-  constexpr int64_t L = kLanes<T>;
-  const int64_t B = x.size(0), H = x.size(1), N = x.size(2), D = x.size(3);
-  const int64_t chunks = (N + kTaskRows - 1) / kTaskRows, per_head = parameters.size(1) * parameters.size(2);
+  const int64_t B = x.size(0), H = x.size(1), N = x.size(2), D = x.size(3), size = parameters.size(2);
+  const int64_t chunks = (N + kTaskRows - 1) / kTaskRows, per_head = parameters.size(1) * size;
+  const int64_t columns = padded(D);
   const Rows<const In> rows = rows_of<In>(x);
   const float* all_parameters = parameters.const_data_ptr<float>();
   Code* all_codes = static_cast<Code*>(out.mutable_data_ptr());
   torch::stable::parallel_for(0, B * H * chunks, 1, [&](int64_t task_begin, int64_t task_end) {
-    Buffer<Vector<T>> block(size), projections(num_projections);
-    Buffer<Vector<Integer<T>>> codes(num_hash);
-    Buffer<T> head_parameters(per_head);
-    for (int64_t task = task_begin; task < task_end; ++task) {
-      const int64_t batch = task / (H * chunks), head = task / chunks % H, first = task % chunks * kTaskRows;
-      if (task == task_begin || task % chunks == 0)
-        for (int64_t i = 0; i < per_head; ++i) head_parameters[i] = all_parameters[head * per_head + i];
-      for (int64_t row = first; row < std::min(N, first + kTaskRows); row += L) {
-        const int64_t count = std::min(L, N - row);
-        block.zero();
-        T* lanes = reinterpret_cast<T*>(block.data());
-        for (int64_t r = 0; r < count; ++r) {
-          const In* from = rows.at(batch, head, row + r);
-          for (int64_t c = 0; c < D; ++c) lanes[c * L + r] = static_cast<T>(from[c]);
+    vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+      using V = Vector<T, bytes()>;
+      constexpr int64_t L = kLanes<V>;
+      Buffer<T> loaded(L * columns), head_parameters(per_head);
+      Buffer<V> block(std::max(size, columns)), scratch(use_hadamard ? hash_code_len * size : 0);
+      Buffer<Codes<V>> codes(num_hash);
+      for (int64_t task = task_begin; task < task_end; ++task) {
+        const int64_t batch = task / (H * chunks), head = task / chunks % H, first = task % chunks * kTaskRows;
+        if (task == task_begin || task % chunks == 0)
+          for (int64_t i = 0; i < per_head; ++i) head_parameters[i] = all_parameters[head * per_head + i];
+        for (int64_t row = first; row < std::min(N, first + kTaskRows); row += L) {
+          const int64_t count = std::min(L, N - row);
+          load_rows<V>(rows, batch, head, row, row + count, D, loaded.data(), columns);
+          transpose_rows<V>(AllRows<T>{loaded.data(), columns}, count, columns, reinterpret_cast<T*>(block.data()), L);
+          for (int64_t c = columns; c < size; ++c) block[c] = V{};
+          if (use_hadamard)
+            hadamard_codes<V>(block.data(), scratch.data(), head_parameters.data(), size, num_hash, hash_code_len,
+                              codes.data());
+          else
+            gaussian_codes<V>(block.data(), head_parameters.data(), D, num_hash, hash_code_len, codes.data());
+          Codes<V> keep = ~Codes<V>{};
+          if (mask != nullptr)
+            for (int64_t r = 0; r < count; ++r) keep[r] = mask[batch * N + row + r] ? -1 : 0;
+          Code* to = all_codes + (batch * H + head) * num_hash * N + row;
+          for (int64_t f = 0; f < num_hash; ++f, to += N) store_codes<V>(to, codes[f], keep, count);
         }
-        codes.zero();
-        transform(block.data(), projections.data(), head_parameters.data(), size, num_hash, hash_code_len,
-                  codes.data());
-        Code* to = all_codes + (batch * H + head) * num_hash * N + row;
-        for (int64_t f = 0; f < num_hash; ++f, to += N)
-          for (int64_t r = 0; r < count; ++r)
-            to[r] = mask == nullptr || mask[batch * mask_stride + row + r] ? static_cast<Code>(codes[f][r]) : -1;
       }
-    }
+    });
   });
 }
 
@@ -159,11 +207,8 @@ Tensor hash_cpu(const Tensor& input, const Tensor& parameters, const std::option
   const Tensor x = dense_rows(input);
   Tensor out = torch::stable::new_empty(x, {B, H, num_hash, N}, code_dtype(hash_code_len));
   dispatch_floating(x, [&](auto element) {
-    using In = decltype(element);
-    using T = Accumulator<In>;
     dispatch_codes(out, [&](auto code) {
-      hash_rows<In, decltype(code)>(x, parameters, mask_data, N, size, use_hadamard ? size : num_hash, num_hash,
-                                    hash_code_len, out, use_hadamard ? hadamard_codes<T> : gaussian_codes<T>);
+      hash_rows<decltype(element), decltype(code)>(x, parameters, mask_data, use_hadamard, num_hash, hash_code_len, out);
     });
   });
   return out;

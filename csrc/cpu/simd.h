@@ -1,56 +1,151 @@
-// Vectors, buffers and the small matrix products that the CPU kernels are made of.
+// What the CPU kernels are made of: vectors, the choice of instruction set, buffers, rows, small matrix products.
 #pragma once
 
 #include "../common.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 
-// Compiles a function for AVX-512, AVX2 and the portable baseline and picks one at run time. Everything it calls in
-// its loops must be YOSO_INLINE, or it would stay at the baseline.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__GNUC__)
-#define YOSO_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define YOSO_MULTIVERSION
+#if defined(__linux__)
+#include <sys/mman.h>
 #endif
+
 #define YOSO_INLINE inline __attribute__((always_inline))
+// between the parameters and the body of a lambda
+#define YOSO_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace yoso {
 
-// 64 bytes of T: one AVX-512 register, two of AVX2, four of SSE or NEON.
-template <class T>
-struct VectorOf {
-  typedef T type __attribute__((vector_size(64)));
-  // the same, in memory that is aligned for T only
-  typedef T memory __attribute__((vector_size(64), aligned(alignof(T)), may_alias));
-};
-template <class T>
-using Vector = typename VectorOf<T>::type;
-template <class T>
-constexpr int64_t kLanes = 64 / sizeof(T);
+enum class Capability { kPortable, kAvx2, kAvx512 };
 
-template <class T>
-YOSO_INLINE Vector<T> load(const T* from) {
-  return *reinterpret_cast<const typename VectorOf<T>::memory*>(from);
+// The best of the three that the processor has and that ATEN_CPU_CAPABILITY, torch's own setting, allows.
+inline Capability cpu_capability() {
+  static const Capability capability = [] {
+    Capability best = Capability::kPortable;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
+      best = Capability::kAvx2;
+    if (best == Capability::kAvx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+      best = Capability::kAvx512;
+#endif
+    const char* setting = std::getenv("ATEN_CPU_CAPABILITY");
+    const std::string_view limit = setting == nullptr ? "" : setting;
+    if (limit == "default") return Capability::kPortable;
+    if (limit == "avx2") return std::min(best, Capability::kAvx2);
+    return best;
+  }();
+  return capability;
 }
-template <class T>
-YOSO_INLINE void store(T* to, Vector<T> x) {
-  *reinterpret_cast<typename VectorOf<T>::memory*>(to) = x;
+
+// The width of the vectors a kernel is compiled for: one register of AVX-512, AVX2, or SSE and NEON.
+template <int Bytes>
+using Width = std::integral_constant<int, Bytes>;
+
+#if defined(__x86_64__)
+template <class F>
+__attribute__((target("arch=x86-64-v4"))) void run_avx512(const F& f) {
+  f(Width<64>{});
+}
+template <class F>
+__attribute__((target("arch=x86-64-v3"))) void run_avx2(const F& f) {
+  f(Width<32>{});
+}
+#endif
+
+// Calls f(Width) compiled for the processor's instruction set. f must be a YOSO_INLINE_LAMBDA, and what it calls in
+// its loops YOSO_INLINE: anything else stays compiled for the portable baseline.
+template <class F>
+void vectorized(const F& f) {
+#if defined(__x86_64__)
+  if (cpu_capability() == Capability::kAvx512) return run_avx512(f);
+  if (cpu_capability() == Capability::kAvx2) return run_avx2(f);
+#endif
+  f(Width<16>{});
+}
+
+template <class T, int Bytes>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(Bytes)));
+  // the same, in memory that is aligned for T only
+  typedef T memory __attribute__((vector_size(Bytes), aligned(alignof(T)), may_alias));
+};
+template <class T, int Bytes>
+using Vector = typename VectorOf<T, Bytes>::type;
+template <class V>
+using Element = std::remove_reference_t<decltype(std::declval<V>()[0])>;
+template <class V>
+constexpr int64_t kLanes = sizeof(V) / sizeof(Element<V>);
+
+template <class V>
+YOSO_INLINE V load(const Element<V>* from) {
+  return *reinterpret_cast<const typename VectorOf<Element<V>, sizeof(V)>::memory*>(from);
+}
+template <class V>
+YOSO_INLINE void store(Element<V>* to, V x) {
+  *reinterpret_cast<typename VectorOf<Element<V>, sizeof(V)>::memory*>(to) = x;
+}
+
+template <class V>
+YOSO_INLINE V load_as(const Element<V>* from) {
+  return load<V>(from);
+}
+template <class V>
+YOSO_INLINE V load_as(const BFloat16* from) {
+  using Bits = Vector<uint16_t, sizeof(V) / 2>;
+  return (V)(__builtin_convertvector(load<Bits>(reinterpret_cast<const uint16_t*>(from)), Vector<uint32_t, sizeof(V)>)
+             << 16);
+}
+template <class V>
+YOSO_INLINE V load_as(const Half* from) {
+  V x;
+  for (int64_t lane = 0; lane < kLanes<V>; ++lane) x[lane] = from[lane];
+  return x;
+}
+
+template <class V>
+YOSO_INLINE void store_as(Element<V>* to, V x) {
+  store<V>(to, x);
+}
+template <class V>
+YOSO_INLINE void store_as(BFloat16* to, V x) {
+  using Bits = Vector<uint32_t, sizeof(V)>;
+  const Bits bits = (Bits)x;
+  // to nearest, ties to even; a NaN must not be rounded to infinity
+  const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Bits result = x == x ? rounded : (bits >> 16 | 0x40);
+  store(reinterpret_cast<uint16_t*>(to), __builtin_convertvector(result, Vector<uint16_t, sizeof(V) / 2>));
+}
+template <class V>
+YOSO_INLINE void store_as(Half* to, V x) {
+  for (int64_t lane = 0; lane < kLanes<V>; ++lane) to[lane] = static_cast<Half>(x[lane]);
 }
 
 // Rows in buffers are padded with zeros to this many elements, whatever T: whole vectors, no tails.
 constexpr int64_t kRowQuantum = 16;
 inline int64_t padded(int64_t columns) { return (columns + kRowQuantum - 1) / kRowQuantum * kRowQuantum; }
 
-// Uninitialised memory, aligned to cache lines.
+// Uninitialised memory, aligned to cache lines; large ones on huge pages, since rows are read in random order.
 template <class T>
 class Buffer {
  public:
-  explicit Buffer(int64_t size) : data_(static_cast<T*>(::operator new(size * sizeof(T) + 64, kAlign))), size_(size) {}
+  explicit Buffer(int64_t size) : size_(size) {
+    const size_t bytes = size * sizeof(T) + 64;
+    const std::align_val_t alignment{bytes < kHugePage ? 64 : kHugePage};
+    data_ = std::unique_ptr<T, Free>(static_cast<T*>(::operator new(bytes, alignment)), Free{alignment});
+#if defined(MADV_HUGEPAGE)
+    // advice only: where it is not taken, the buffer is as good, but slower
+    if (bytes >= kHugePage) madvise(data_.get(), bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
+#endif
+  }
   T* data() { return data_.get(); }
   const T* data() const { return data_.get(); }
   T& operator[](int64_t i) { return data_.get()[i]; }
@@ -58,120 +153,128 @@ class Buffer {
   void zero() { std::memset(static_cast<void*>(data_.get()), 0, size_ * sizeof(T)); }
 
  private:
-  static constexpr std::align_val_t kAlign{64};
+  static constexpr size_t kHugePage = 1 << 21;
   struct Free {
-    void operator()(T* p) const { ::operator delete(p, kAlign); }
+    std::align_val_t alignment;
+    void operator()(T* p) const { ::operator delete(p, alignment); }
   };
-  std::unique_ptr<T, Free> data_;
+  std::unique_ptr<T, Free> data_{nullptr, Free{}};
   int64_t size_;
 };
 
-// Copies rows of [B, H, N, D] at one (batch, head) to a padded buffer in the accumulator's type.
-template <class In, class T>
-void load_rows(Rows<const In> rows, int64_t batch, int64_t head, int64_t begin, int64_t end, int64_t columns, T* to,
-               int64_t to_columns) {
-  for (int64_t row = begin; row < end; ++row, to += to_columns) {
+// Copies some rows of [B, H, N, D] at one (batch, head) to padded rows in the accumulator's type.
+template <class V, class In>
+YOSO_INLINE void load_rows(Rows<const In> rows, int64_t batch, int64_t head, int64_t begin, int64_t end,
+                           int64_t columns, Element<V>* to, int64_t to_stride) {
+  const int64_t whole = columns / kLanes<V> * kLanes<V>, to_columns = padded(columns);
+  for (int64_t row = begin; row < end; ++row, to += to_stride) {
     const In* from = rows.at(batch, head, row);
-    for (int64_t c = 0; c < columns; ++c) to[c] = static_cast<T>(from[c]);
-    for (int64_t c = columns; c < to_columns; ++c) to[c] = 0;
+    for (int64_t c = 0; c < whole; c += kLanes<V>) store<V>(to + c, load_as<V>(from + c));
+    for (int64_t c = whole; c < to_columns; ++c) to[c] = c < columns ? static_cast<Element<V>>(from[c]) : 0;
   }
 }
 
-template <class Out, class T>
-void store_rows(const T* from, int64_t from_columns, T scale, Rows<Out> rows, int64_t batch, int64_t head,
-                int64_t begin, int64_t end, int64_t columns) {
-  for (int64_t row = begin; row < end; ++row, from += from_columns) {
+template <class V, class Out>
+YOSO_INLINE void store_rows(const Element<V>* from, int64_t from_stride, Element<V> scale, Rows<Out> rows,
+                            int64_t batch, int64_t head, int64_t begin, int64_t end, int64_t columns) {
+  const int64_t whole = columns / kLanes<V> * kLanes<V>;
+  for (int64_t row = begin; row < end; ++row, from += from_stride) {
     Out* to = rows.at(batch, head, row);
-    for (int64_t c = 0; c < columns; ++c) to[c] = static_cast<Out>(from[c] * scale);
+    for (int64_t c = 0; c < whole; c += kLanes<V>) store_as<V>(to + c, load<V>(from + c) * scale);
+    for (int64_t c = whole; c < columns; ++c) to[c] = static_cast<Out>(from[c] * scale);
   }
 }
 
-template <class T>
-YOSO_INLINE T sum_of_lanes(Vector<T> x) {
-  T sum = 0;
-  for (int64_t lane = 0; lane < kLanes<T>; ++lane) sum += x[lane];
+template <class V>
+YOSO_INLINE Element<V> sum_of_lanes(V x) {
+  Element<V> sum = 0;
+  for (int64_t lane = 0; lane < kLanes<V>; ++lane) sum += x[lane];
   return sum;
 }
 
 // Scales rows to length one and keeps the inverse lengths; a zero row stays zero, with inverse length 0.
-template <class T>
-static YOSO_MULTIVERSION void normalize_rows(T* rows, int64_t count, int64_t columns, T* inverse_length) {
-  for (int64_t row = 0; row < count; ++row, rows += columns) {
-    Vector<T> squares = {};
-    for (int64_t c = 0; c < columns; c += kLanes<T>) squares += load(rows + c) * load(rows + c);
-    const T square = sum_of_lanes<T>(squares);
-    const T inverse = square > 0 ? 1 / std::sqrt(square) : 0;
-    for (int64_t c = 0; c < columns; c += kLanes<T>) store<T>(rows + c, load(rows + c) * inverse);
+template <class V>
+YOSO_INLINE void normalize_rows(Element<V>* rows, int64_t stride, int64_t count, int64_t columns,
+                                Element<V>* inverse_length) {
+  for (int64_t row = 0; row < count; ++row, rows += stride) {
+    V squares = {};
+    for (int64_t c = 0; c < columns; c += kLanes<V>) squares += load<V>(rows + c) * load<V>(rows + c);
+    const Element<V> square = sum_of_lanes(squares);
+    const Element<V> inverse = square > 0 ? 1 / std::sqrt(square) : 0;
+    for (int64_t c = 0; c < columns; c += kLanes<V>) store<V>(rows + c, load<V>(rows + c) * inverse);
     inverse_length[row] = inverse;
   }
 }
 
 // Turns the gradient of unit rows into that of the rows they came from, scaled: (g - (g . u) u) * inverse_length.
-template <class T>
-static YOSO_MULTIVERSION void through_normalize(T* grad, const T* unit, int64_t count, int64_t columns,
-                                                const T* inverse_length, T scale) {
-  for (int64_t row = 0; row < count; ++row, grad += columns, unit += columns) {
-    Vector<T> products = {};
-    for (int64_t c = 0; c < columns; c += kLanes<T>) products += load(grad + c) * load(unit + c);
-    const T along = sum_of_lanes<T>(products), factor = inverse_length[row] * scale;
-    for (int64_t c = 0; c < columns; c += kLanes<T>)
-      store<T>(grad + c, (load(grad + c) - along * load(unit + c)) * factor);
+template <class V>
+YOSO_INLINE void through_normalize(Element<V>* grad, int64_t grad_stride, const Element<V>* unit, int64_t unit_stride,
+                                   int64_t count, int64_t columns, const Element<V>* inverse_length,
+                                   Element<V> scale) {
+  for (int64_t row = 0; row < count; ++row, grad += grad_stride, unit += unit_stride) {
+    V products = {};
+    for (int64_t c = 0; c < columns; c += kLanes<V>) products += load<V>(grad + c) * load<V>(unit + c);
+    const Element<V> along = sum_of_lanes(products), factor = inverse_length[row] * scale;
+    for (int64_t c = 0; c < columns; c += kLanes<V>)
+      store<V>(grad + c, (load<V>(grad + c) - along * load<V>(unit + c)) * factor);
   }
 }
 
+// Rows of a matrix by number: all of them, or those that a list picks.
 template <class T>
-YOSO_INLINE void copy_row(T* to, const T* from, int64_t columns) {
-  for (int64_t c = 0; c < columns; c += kLanes<T>) store<T>(to + c, load(from + c));
-}
-
+struct AllRows {
+  T* data;
+  int64_t stride;
+  YOSO_INLINE T* operator[](int64_t i) const { return data + i * stride; }
+};
 template <class T>
-YOSO_INLINE void add_row(T* to, const T* from, int64_t columns) {
-  for (int64_t c = 0; c < columns; c += kLanes<T>) store<T>(to + c, load(to + c) + load(from + c));
-}
+struct PickedRows {
+  T* data;
+  int64_t stride;
+  const int32_t* picked;
+  YOSO_INLINE T* operator[](int64_t i) const { return data + picked[i] * stride; }
+};
 
-template <class T, int R, int C>
-YOSO_INLINE void multiply_tile(int64_t K, const T* a, int64_t a_row, int64_t a_column, const T* b, int64_t b_row, T* c,
-                               int64_t c_row) {
-  Vector<T> sum[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < C; ++v) sum[r][v] = load(c + r * c_row + v * kLanes<T>);
+template <class V, int R, int C, class A, class B, class To>
+YOSO_INLINE void multiply_tile(int64_t K, A a, int64_t a_step, B b, To c, int64_t i, int64_t j) {
+  V sum[R][C];
+  const Element<V>* factors[R];
+  for (int r = 0; r < R; ++r) {
+    factors[r] = a[i + r];
+    for (int v = 0; v < C; ++v) sum[r][v] = load<V>(c[i + r] + j + v * kLanes<V>);
+  }
   for (int64_t k = 0; k < K; ++k) {
-    Vector<T> row[C];
-    for (int v = 0; v < C; ++v) row[v] = load(b + k * b_row + v * kLanes<T>);
+    V row[C];
+    for (int v = 0; v < C; ++v) row[v] = load<V>(b[k] + j + v * kLanes<V>);
     for (int r = 0; r < R; ++r) {
-      T factor = a[r * a_row + k * a_column];
+      const Element<V> factor = factors[r][k * a_step];
       for (int v = 0; v < C; ++v) sum[r][v] += factor * row[v];
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < C; ++v) store<T>(c + r * c_row + v * kLanes<T>, sum[r][v]);
+    for (int v = 0; v < C; ++v) store<V>(c[i + r] + j + v * kLanes<V>, sum[r][v]);
 }
 
-// c[i][j] += sum over k of a[i][k] * b[k][j], for i < I, k < K, j < J; J a multiple of kRowQuantum. Element a[i][k]
-// lies at a[i * a_row + k * a_column], so a may be transposed.
-template <class T>
-YOSO_INLINE void multiply(int64_t I, int64_t J, int64_t K, const T* a, int64_t a_row, int64_t a_column, const T* b,
-                          int64_t b_row, T* c, int64_t c_row) {
-  constexpr int64_t L = kLanes<T>;
+// c[i][j] += sum over k of a[i][k * a_step] * b[k][j], for i < I, k < K, j < J; J a multiple of kRowQuantum. With
+// a_step other than 1, a is the transpose of a matrix of that many columns.
+template <class V, class A, class B, class To>
+YOSO_INLINE void multiply(int64_t I, int64_t J, int64_t K, A a, int64_t a_step, B b, To c) {
+  constexpr int64_t L = kLanes<V>;
   int64_t j = 0;
   for (; j + 2 * L <= J; j += 2 * L) {
     int64_t i = 0;
-    for (; i + 4 <= I; i += 4)
-      multiply_tile<T, 4, 2>(K, a + i * a_row, a_row, a_column, b + j, b_row, c + i * c_row + j, c_row);
-    for (; i < I; ++i)
-      multiply_tile<T, 1, 2>(K, a + i * a_row, a_row, a_column, b + j, b_row, c + i * c_row + j, c_row);
+    for (; i + 4 <= I; i += 4) multiply_tile<V, 4, 2>(K, a, a_step, b, c, i, j);
+    for (; i < I; ++i) multiply_tile<V, 1, 2>(K, a, a_step, b, c, i, j);
   }
   for (; j < J; j += L) {
     int64_t i = 0;
-    for (; i + 4 <= I; i += 4)
-      multiply_tile<T, 4, 1>(K, a + i * a_row, a_row, a_column, b + j, b_row, c + i * c_row + j, c_row);
-    for (; i < I; ++i)
-      multiply_tile<T, 1, 1>(K, a + i * a_row, a_row, a_column, b + j, b_row, c + i * c_row + j, c_row);
+    for (; i + 4 <= I; i += 4) multiply_tile<V, 4, 1>(K, a, a_step, b, c, i, j);
+    for (; i < I; ++i) multiply_tile<V, 1, 1>(K, a, a_step, b, c, i, j);
   }
 }
 
-// Adds up the lanes of two vectors of blocks of 2 * Half lanes at a time: the blocks of Half lanes of the result are
-// those of a, then those of b, each folded in two.
+// Adds up blocks of 2 * Half lanes of two vectors by halves: the blocks of Half lanes of the result are those of a,
+// then those of b.
 template <int Half, class V, int... I>
 YOSO_INLINE V fold_blocks(V a, V b, std::integer_sequence<int, I...>) {
   constexpr int L = sizeof...(I);
@@ -179,49 +282,83 @@ YOSO_INLINE V fold_blocks(V a, V b, std::integer_sequence<int, I...>) {
          __builtin_shufflevector(a, b, (I * 2 / L * L + (I % (L / 2)) / Half * 2 * Half + I % Half + Half)...);
 }
 
-// The sums of the lanes of each of eight vectors.
-template <class T>
-YOSO_INLINE void sums_of_lanes(const Vector<T> (&x)[8], T* sums) {
-  constexpr int L = kLanes<T>;
-  constexpr auto lanes = std::make_integer_sequence<int, L>{};
-  Vector<T> pairs[4], quads[2];
-  for (int i = 0; i < 4; ++i) pairs[i] = fold_blocks<L / 2>(x[2 * i], x[2 * i + 1], lanes);
-  for (int i = 0; i < 2; ++i) quads[i] = fold_blocks<L / 4>(pairs[2 * i], pairs[2 * i + 1], lanes);
-  Vector<T> all = fold_blocks<L / 8>(quads[0], quads[1], lanes);
-  if constexpr (L == 16) all = fold_blocks<1>(all, all, lanes);
-  for (int i = 0; i < 8; ++i) sums[i] = all[i];
+// Stores the sums of the lanes of each of N vectors, N a power of two; writes whole vectors.
+template <class V, int N, int Half = kLanes<V> / 2>
+YOSO_INLINE void store_sums(const V (&x)[N], Element<V>* sums) {
+  if constexpr (Half == 0) {
+    for (int i = 0; i < N; ++i) store<V>(sums + i * kLanes<V>, x[i]);
+  } else {
+    constexpr auto lanes = std::make_integer_sequence<int, kLanes<V>>{};
+    constexpr int kPairs = N > 1 ? N / 2 : 1;
+    V folded[kPairs];
+    for (int i = 0; i < kPairs; ++i) folded[i] = fold_blocks<Half>(x[2 * i % N], x[(2 * i + 1) % N], lanes);
+    store_sums<V, kPairs, Half / 2>(folded, sums);
+  }
 }
 
-template <class T, int R, int C>
-YOSO_INLINE void dot_tile(int64_t columns, const T* a, const T* b, T* c, int64_t c_row) {
-  Vector<T> sum[8] = {};
-  for (int64_t k = 0; k < columns; k += kLanes<T>) {
-    Vector<T> row[C];
-    for (int v = 0; v < C; ++v) row[v] = load(b + v * columns + k);
+template <class V, int R, int C, class A, class B>
+YOSO_INLINE void dot_tile(int64_t columns, A a, B b, int64_t i, int64_t j, Element<V>* c, int64_t c_stride) {
+  V sum[R * C] = {};
+  for (int64_t k = 0; k < columns; k += kLanes<V>) {
+    V right[C];
+    for (int v = 0; v < C; ++v) right[v] = load<V>(b[j + v] + k);
     for (int r = 0; r < R; ++r) {
-      Vector<T> left = load(a + r * columns + k);
-      for (int v = 0; v < C; ++v) sum[r * C + v] += left * row[v];
+      const V left = load<V>(a[i + r] + k);
+      for (int v = 0; v < C; ++v) sum[r * C + v] += left * right[v];
     }
   }
-  T sums[8];
-  sums_of_lanes<T>(sum, sums);
+  alignas(64) Element<V> sums[std::max<int64_t>(R * C, kLanes<V>)];
+  store_sums(sum, sums);
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < C; ++v) c[r * c_row + v] = sums[r * C + v];
+    for (int v = 0; v < C; ++v) c[(i + r) * c_stride + j + v] = sums[r * C + v];
 }
 
-// c[i][j] = a[i] . b[j], for rows of padded length `columns` that lie one after the other.
-template <class T>
-YOSO_INLINE void dot_products(int64_t I, int64_t J, int64_t columns, const T* a, const T* b, T* c, int64_t c_row) {
-  for (int64_t i = 0; i < I; i += 2) {
+// c[i][j] = a[i] . b[j] for rows of padded length `columns`.
+template <class V, class A, class B>
+YOSO_INLINE void dot_products(int64_t I, int64_t J, int64_t columns, A a, B b, Element<V>* c, int64_t c_stride) {
+  int64_t i = 0;
+  for (; i + 2 <= I; i += 2) {
     int64_t j = 0;
-    if (i + 2 <= I) {
-      for (; j + 4 <= J; j += 4) dot_tile<T, 2, 4>(columns, a + i * columns, b + j * columns, c + i * c_row + j, c_row);
-      for (; j < J; ++j) dot_tile<T, 2, 1>(columns, a + i * columns, b + j * columns, c + i * c_row + j, c_row);
-    } else {
-      for (; j + 4 <= J; j += 4) dot_tile<T, 1, 4>(columns, a + i * columns, b + j * columns, c + i * c_row + j, c_row);
-      for (; j < J; ++j) dot_tile<T, 1, 1>(columns, a + i * columns, b + j * columns, c + i * c_row + j, c_row);
-    }
+    for (; j + 4 <= J; j += 4) dot_tile<V, 2, 4>(columns, a, b, i, j, c, c_stride);
+    for (; j < J; ++j) dot_tile<V, 2, 1>(columns, a, b, i, j, c, c_stride);
   }
+  for (; i < I; ++i) {
+    int64_t j = 0;
+    for (; j + 4 <= J; j += 4) dot_tile<V, 1, 4>(columns, a, b, i, j, c, c_stride);
+    for (; j < J; ++j) dot_tile<V, 1, 1>(columns, a, b, i, j, c, c_stride);
+  }
+}
+
+// One stage of a transpose: swaps blocks of Half lanes between vectors that are Half apart.
+template <int Half, class V, int... I>
+YOSO_INLINE void swap_blocks(V& a, V& b, std::integer_sequence<int, I...>) {
+  constexpr int L = sizeof...(I);
+  const V first = __builtin_shufflevector(a, b, ((I & Half) == 0 ? I : L + I - Half)...);
+  b = __builtin_shufflevector(a, b, ((I & Half) == 0 ? I + Half : L + I)...);
+  a = first;
+}
+
+template <class V, int Half = kLanes<V> / 2>
+YOSO_INLINE void transpose(V (&x)[kLanes<V>]) {
+  if constexpr (Half > 0) {
+    for (int i = 0; i < kLanes<V>; ++i)
+      if ((i & Half) == 0) swap_blocks<Half>(x[i], x[i + Half], std::make_integer_sequence<int, kLanes<V>>{});
+    transpose<V, Half / 2>(x);
+  }
+}
+
+// Writes the transpose of `count` rows to columns of whole vectors: to[c * to_stride + row]; rows past the last are
+// copies of it. Padded rows, `columns` of them.
+template <class V, class From>
+YOSO_INLINE void transpose_rows(From from, int64_t count, int64_t columns, Element<V>* to, int64_t to_stride) {
+  constexpr int64_t L = kLanes<V>;
+  for (int64_t first = 0; first < count; first += L)
+    for (int64_t c = 0; c < columns; c += L) {
+      V x[L];
+      for (int64_t r = 0; r < L; ++r) x[r] = load<V>(from[std::min(first + r, count - 1)] + c);
+      transpose(x);
+      for (int64_t r = 0; r < L; ++r) store<V>(to + (c + r) * to_stride + first, x[r]);
+    }
 }
 
 }  // namespace yoso

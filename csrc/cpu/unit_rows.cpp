@@ -7,15 +7,17 @@ namespace {
 // rows of one task, held in a first-level cache
 constexpr int64_t kTaskRows = 64;
 
-// Calls f(batch, head, begin, end) in parallel for runs of rows of x [B, H, N, *].
+// Calls f(Width, batch, head, begin, end) in parallel for runs of rows of x [B, H, N, *].
 template <class F>
 void for_rows(const Tensor& x, const F& f) {
   const int64_t H = x.size(1), N = x.size(2), chunks = (N + kTaskRows - 1) / kTaskRows;
   torch::stable::parallel_for(0, x.size(0) * H * chunks, 16, [&](int64_t task_begin, int64_t task_end) {
-    for (int64_t task = task_begin; task < task_end; ++task) {
-      const int64_t begin = task % chunks * kTaskRows;
-      f(task / chunks / H, task / chunks % H, begin, std::min(N, begin + kTaskRows));
-    }
+    vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+      for (int64_t task = task_begin; task < task_end; ++task) {
+        const int64_t begin = task % chunks * kTaskRows;
+        f(bytes, task / chunks / H, task / chunks % H, begin, std::min(N, begin + kTaskRows));
+      }
+    });
   });
 }
 
@@ -30,11 +32,12 @@ std::tuple<Tensor, Tensor> unit_rows_cpu(const Tensor& input) {
     using In = decltype(element);
     using T = Accumulator<In>;
     T* inverse = static_cast<T*>(inverse_length.mutable_data_ptr());
-    for_rows(x, [&](int64_t batch, int64_t head, int64_t begin, int64_t end) {
+    for_rows(x, [&](auto bytes, int64_t batch, int64_t head, int64_t begin, int64_t end) YOSO_INLINE_LAMBDA {
+      using V = Vector<T, bytes()>;
       Buffer<T> rows(kTaskRows * columns);
-      load_rows(rows_of<In>(x), batch, head, begin, end, D, rows.data(), columns);
-      normalize_rows(rows.data(), end - begin, columns, inverse + (batch * H + head) * N + begin);
-      store_rows(rows.data(), columns, T{1}, mutable_rows_of<In>(unit), batch, head, begin, end, D);
+      load_rows<V>(rows_of<In>(x), batch, head, begin, end, D, rows.data(), columns);
+      normalize_rows<V>(rows.data(), columns, end - begin, columns, inverse + (batch * H + head) * N + begin);
+      store_rows<V>(rows.data(), columns, T{1}, mutable_rows_of<In>(unit), batch, head, begin, end, D);
     });
   });
   return {unit, inverse_length};
@@ -55,13 +58,14 @@ Tensor unit_rows_backward_cpu(const Tensor& input_grad, const Tensor& input_unit
     using In = decltype(element);
     using T = Accumulator<In>;
     const T* inverse = static_cast<const T*>(inverse_length.const_data_ptr());
-    for_rows(unit, [&](int64_t batch, int64_t head, int64_t begin, int64_t end) {
+    for_rows(unit, [&](auto bytes, int64_t batch, int64_t head, int64_t begin, int64_t end) YOSO_INLINE_LAMBDA {
+      using V = Vector<T, bytes()>;
       Buffer<T> grads(kTaskRows * columns), units(kTaskRows * columns);
-      load_rows(rows_of<In>(grad), batch, head, begin, end, D, grads.data(), columns);
-      load_rows(rows_of<In>(unit), batch, head, begin, end, D, units.data(), columns);
-      through_normalize(grads.data(), units.data(), end - begin, columns, inverse + (batch * H + head) * N + begin,
-                        T{1});
-      store_rows(grads.data(), columns, T{1}, mutable_rows_of<In>(out), batch, head, begin, end, D);
+      load_rows<V>(rows_of<In>(grad), batch, head, begin, end, D, grads.data(), columns);
+      load_rows<V>(rows_of<In>(unit), batch, head, begin, end, D, units.data(), columns);
+      through_normalize<V>(grads.data(), columns, units.data(), columns, end - begin, columns,
+                           inverse + (batch * H + head) * N + begin, T{1});
+      store_rows<V>(grads.data(), columns, T{1}, mutable_rows_of<In>(out), batch, head, begin, end, D);
     });
   });
   return out;

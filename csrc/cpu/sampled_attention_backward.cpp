@@ -1,0 +1,279 @@
+// The gradient of sampled attention for query and key, by buckets: linear in the number of rows whatever the data.
+#include "simd.h"
+
+namespace yoso {
+namespace {
+
+// rows of a bucket that are multiplied at a time
+constexpr int64_t kTileRows = 64;
+// from this many keys on, products with a transposed tile cost less than sums over lanes
+constexpr int64_t kTransposedKeys = 12;
+
+// One side of the backward pass: the queries with the output's gradient, or the keys with the values. A row holds
+// the unit vector, the gradient or value, and the sum that becomes the gradient of the unit vector.
+template <class T>
+struct Side {
+  const int64_t count, columns, other_columns, stride;
+  Buffer<T> rows, inverse_length;
+  // order[ends[c - 1] .. ends[c]) are the rows with code c
+  Buffer<int32_t> order, ends;
+
+  Side(int64_t count, int64_t columns, int64_t other_columns, int64_t table_size)
+      : count(count),
+        columns(columns),
+        other_columns(other_columns),
+        stride(2 * columns + other_columns),
+        rows(count * stride),
+        inverse_length(count),
+        order(count),
+        ends(table_size) {}
+
+  T* unit() { return rows.data(); }
+  T* other() { return rows.data() + columns; }
+  T* sum() { return rows.data() + columns + other_columns; }
+
+  template <class V, class In>
+  YOSO_INLINE void load(const Tensor& x, const Tensor& others, int64_t batch, int64_t head, int64_t begin,
+                        int64_t end) {
+    const int64_t offset = begin * stride;
+    load_rows<V>(rows_of<In>(x), batch, head, begin, end, x.size(3), unit() + offset, stride);
+    load_rows<V>(rows_of<In>(others), batch, head, begin, end, others.size(3), other() + offset, stride);
+    normalize_rows<V>(unit() + offset, stride, end - begin, columns, inverse_length.data() + begin);
+    for (int64_t row = begin; row < end; ++row) std::memset(sum() + row * stride, 0, columns * sizeof(T));
+  }
+
+  template <class V, class In>
+  YOSO_INLINE void store(T scale, const Tensor& out, int64_t batch, int64_t head, int64_t begin, int64_t end) {
+    const int64_t offset = begin * stride;
+    through_normalize<V>(sum() + offset, stride, unit() + offset, stride, end - begin, columns,
+                         inverse_length.data() + begin, scale);
+    store_rows<V>(sum() + offset, stride, T{1}, mutable_rows_of<In>(out), batch, head, begin, end, out.size(3));
+  }
+
+  // counting sort; codes outside the table are left out
+  template <class Code>
+  void sort(const Code* codes, uint32_t table_size) {
+    ends.zero();
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t code = static_cast<uint32_t>(codes[i]);
+      if (code < table_size) ++ends[code];
+    }
+    int32_t begin = 0;
+    for (uint32_t code = 0; code < table_size; ++code) {
+      const int32_t size = ends[code];
+      ends[code] = begin;
+      begin += size;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t code = static_cast<uint32_t>(codes[i]);
+      if (code < table_size) order[ends[code]++] = static_cast<int32_t>(i);
+    }
+  }
+
+  int64_t begin_of(int64_t code) const { return code == 0 ? 0 : ends[code - 1]; }
+};
+
+// What one thread needs beside the rows.
+template <class T>
+struct Scratch {
+  Buffer<T> weights, tile, grad_query_product, value_key_product;
+
+  Scratch(int64_t columns, int64_t value_columns)
+      : weights(kTileRows * kTileRows),
+        tile(kTileRows * value_columns),
+        grad_query_product(value_columns * columns),
+        value_key_product(value_columns * columns) {}
+};
+
+// Adds a bucket's part of W K to the queries' sums and of W^T Q to the keys', with W = G V^T, pair by pair.
+template <class V, class T = Element<V>>
+YOSO_INLINE void add_pairs(Side<T>& queries, const int32_t* query_order, int64_t num_queries, Side<T>& keys,
+                           const int32_t* key_order, int64_t num_keys, Scratch<T>& scratch) {
+  const int64_t D = queries.columns, Dv = queries.other_columns;
+  const AllRows<T> weights{scratch.weights.data(), kTileRows};
+  for (int64_t k = 0; k < num_keys; k += kTileRows, key_order += kTileRows) {
+    const int64_t nk = std::min(kTileRows, num_keys - k);
+    const PickedRows<T> unit_keys{keys.unit(), keys.stride, key_order};
+    const PickedRows<T> values{keys.other(), keys.stride, key_order};
+    const PickedRows<T> key_sums{keys.sum(), keys.stride, key_order};
+    const bool transposed = nk >= kTransposedKeys;
+    if (transposed) transpose_rows<V>(values, nk, Dv, scratch.tile.data(), kTileRows);
+    for (int64_t q = 0; q < num_queries; q += kTileRows) {
+      const int64_t nq = std::min(kTileRows, num_queries - q);
+      const PickedRows<T> unit_queries{queries.unit(), queries.stride, query_order + q};
+      const PickedRows<T> grads{queries.other(), queries.stride, query_order + q};
+      const PickedRows<T> query_sums{queries.sum(), queries.stride, query_order + q};
+      if (transposed) {
+        std::memset(weights.data, 0, nq * kTileRows * sizeof(T));
+        multiply<V>(nq, padded(nk), Dv, grads, 1, AllRows<T>{scratch.tile.data(), kTileRows}, weights);
+      } else {
+        dot_products<V>(nq, nk, Dv, grads, values, weights.data, kTileRows);
+      }
+      multiply<V>(nq, D, nk, weights, 1, unit_keys, query_sums);
+      multiply<V>(nk, D, nq, AllRows<T>{weights.data, 1}, kTileRows, unit_queries, key_sums);
+    }
+  }
+}
+
+// Copies the gradients or values of some rows one after the other.
+template <class V, class T = Element<V>>
+YOSO_INLINE AllRows<T> gather(Side<T>& side, const int32_t* order, int64_t rows, Buffer<T>& tile) {
+  const int64_t columns = side.other_columns;
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t c = 0; c < columns; c += kLanes<V>)
+      store<V>(tile.data() + i * columns + c, load<V>(side.other() + order[i] * side.stride + c));
+  return {tile.data(), columns};
+}
+
+// The same through G^T Q and V^T K, whose cost is linear in the bucket's size.
+template <class V, class T = Element<V>>
+YOSO_INLINE void add_through_products(Side<T>& queries, const int32_t* query_order, int64_t num_queries, Side<T>& keys,
+                                      const int32_t* key_order, int64_t num_keys, Scratch<T>& scratch) {
+  const int64_t D = queries.columns, Dv = queries.other_columns;
+  const AllRows<T> grad_query{scratch.grad_query_product.data(), D}, value_key{scratch.value_key_product.data(), D};
+  scratch.grad_query_product.zero();
+  scratch.value_key_product.zero();
+  for (int64_t q = 0; q < num_queries; q += kTileRows) {
+    const int64_t nq = std::min(kTileRows, num_queries - q);
+    const AllRows<T> grads = gather<V>(queries, query_order + q, nq, scratch.tile);
+    const PickedRows<T> unit_queries{queries.unit(), queries.stride, query_order + q};
+    multiply<V>(Dv, D, nq, AllRows<T>{grads.data, 1}, Dv, unit_queries, grad_query);
+  }
+  for (int64_t k = 0; k < num_keys; k += kTileRows) {
+    const int64_t nk = std::min(kTileRows, num_keys - k);
+    const AllRows<T> values = gather<V>(keys, key_order + k, nk, scratch.tile);
+    const PickedRows<T> unit_keys{keys.unit(), keys.stride, key_order + k};
+    multiply<V>(Dv, D, nk, AllRows<T>{values.data, 1}, Dv, unit_keys, value_key);
+    multiply<V>(nk, D, Dv, values, 1, grad_query, PickedRows<T>{keys.sum(), keys.stride, key_order + k});
+  }
+  for (int64_t q = 0; q < num_queries; q += kTileRows) {
+    const int64_t nq = std::min(kTileRows, num_queries - q);
+    const PickedRows<T> grads{queries.other(), queries.stride, query_order + q};
+    multiply<V>(nq, D, Dv, grads, 1, value_key, PickedRows<T>{queries.sum(), queries.stride, query_order + q});
+  }
+}
+
+// Adds the buckets of the codes from `begin` to `end`, each in the cheaper order of multiplication.
+template <class V, class T = Element<V>>
+YOSO_INLINE void add_buckets(Side<T>& queries, Side<T>& keys, int64_t begin, int64_t end, Scratch<T>& scratch) {
+  const int64_t D = queries.columns, Dv = queries.other_columns;
+  int64_t q = queries.begin_of(begin), k = keys.begin_of(begin);
+  for (int64_t code = begin; code < end; ++code) {
+    const int64_t nq = queries.ends[code] - q, nk = keys.ends[code] - k;
+    const int32_t *query_order = queries.order.data() + q, *key_order = keys.order.data() + k;
+    if (nq > 0 && nk > 0) {
+      if (nq * nk * (2 * D + Dv) <= 2 * (nq + nk) * D * Dv)
+        add_pairs<V>(queries, query_order, nq, keys, key_order, nk, scratch);
+      else
+        add_through_products<V>(queries, query_order, nq, keys, key_order, nk, scratch);
+    }
+    q += nq;
+    k += nk;
+  }
+}
+
+// The first code of part `part` of `parts`, with about the same number of rows in each.
+template <class T>
+int64_t first_code(const Side<T>& queries, const Side<T>& keys, int64_t table_size, int64_t part, int64_t parts) {
+  const int64_t rows = queries.ends[table_size - 1] + keys.ends[table_size - 1];
+  int64_t low = 0, high = table_size;
+  while (low < high) {
+    const int64_t code = (low + high) / 2;
+    if ((queries.begin_of(code) + keys.begin_of(code)) * parts < rows * part)
+      low = code + 1;
+    else
+      high = code;
+  }
+  return part == parts ? table_size : low;
+}
+
+template <class In, class Code>
+void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
+                      const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
+                      const Tensor& grad_query, const Tensor& grad_key) {
+  using T = Accumulator<In>;
+  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
+  const int64_t m = query_codes.size(2), columns = padded(query.size(3)), value_columns = padded(value.size(3));
+  const uint32_t table_size = 1u << hash_code_len;
+  const Code* all_query_codes = static_cast<const Code*>(query_codes.const_data_ptr());
+  const Code* all_key_codes = static_cast<const Code*>(key_codes.const_data_ptr());
+  const int64_t threads = torch::stable::get_num_threads();
+  using torch::stable::parallel_for;
+
+  // The parallel loops within run one after the other where the loop over heads is parallel already. No two buckets
+  // of a hash function share a row, so the result does not depend on how they are divided.
+  auto add_heads = [&](int64_t begin, int64_t end) {
+    Side<T> queries(N, columns, value_columns, table_size), keys(M, columns, value_columns, table_size);
+    for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
+      const int64_t batch = batch_head / H, head = batch_head % H;
+      parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
+        vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+          using V = Vector<T, bytes()>;
+          if (first < N) queries.template load<V, In>(query, grad, batch, head, first, std::min(last, N));
+          if (last > N) keys.template load<V, In>(key, value, batch, head, std::max(first, N) - N, last - N);
+        });
+      });
+      for (int64_t hash = 0; hash < m; ++hash) {
+        parallel_for(0, 2, 1, [&](int64_t first, int64_t last) {
+          if (first == 0) queries.sort(all_query_codes + (batch_head * m + hash) * N, table_size);
+          if (last == 2) keys.sort(all_key_codes + (batch_head * m + hash) * M, table_size);
+        });
+        parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+          Scratch<T> scratch(columns, value_columns);
+          const int64_t first_bucket = first_code(queries, keys, table_size, first, threads);
+          const int64_t last_bucket = first_code(queries, keys, table_size, last, threads);
+          vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+            add_buckets<Vector<T, bytes()>>(queries, keys, first_bucket, last_bucket, scratch);
+          });
+        });
+      }
+      parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
+        vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+          using V = Vector<T, bytes()>;
+          const T scale = static_cast<T>(hash_code_len) / (2 * m);
+          if (first < N) queries.template store<V, In>(scale, grad_query, batch, head, first, std::min(last, N));
+          if (last > N) keys.template store<V, In>(scale, grad_key, batch, head, std::max(first, N) - N, last - N);
+        });
+      });
+    }
+  };
+  const int64_t rounds = (B * H + threads - 1) / threads;
+  if (4 * B * H >= 3 * rounds * threads) {
+    parallel_for(0, B * H, 1, add_heads);
+  } else {
+    // too few heads to keep every thread busy
+    add_heads(0, B * H);
+  }
+}
+
+std::tuple<Tensor, Tensor> sampled_attention_backward_cpu(const Tensor& grad, const Tensor& query, const Tensor& key,
+                                                          const Tensor& value, const Tensor& query_codes,
+                                                          const Tensor& key_codes, int64_t hash_code_len) {
+  check_all_codes(query_codes, key_codes, value, hash_code_len);
+  const ScalarType dtype = query.scalar_type();
+  check_rows(query, "query", value, query_codes.size(3), dtype);
+  check_rows(key, "key", value, value.size(2), dtype);
+  check_rows(grad, "grad", value, query_codes.size(3), dtype);
+  check_rows(value, "value", value, value.size(2), dtype);
+  STD_TORCH_CHECK(query.size(3) == key.size(3), "query and key must agree in head_dim");
+  STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
+  Tensor grad_query = empty_heads_last(query, query.size(0), query.size(1), query.size(2), query.size(3));
+  Tensor grad_key = empty_heads_last(key, key.size(0), key.size(1), key.size(2), key.size(3));
+  if (grad_query.numel() == 0 && grad_key.numel() == 0) return {grad_query, grad_key};
+  const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
+  dispatch_floating(query, [&](auto element) {
+    dispatch_codes(query_codes, [&](auto code) {
+      sampled_backward<decltype(element), decltype(code)>(rows[0], rows[1], rows[2], rows[3], query_codes, key_codes,
+                                                          hash_code_len, grad_query, grad_key);
+    });
+  });
+  return {grad_query, grad_key};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(yoso_hf, CPU, m) {
+  m.impl("sampled_attention_backward", TORCH_BOX(&sampled_attention_backward_cpu));
+}
+
+}  // namespace yoso
