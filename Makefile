@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# of make bench: cpu or cuda
+DEVICE ?= cpu
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 
@@ -26,7 +28,13 @@ format: .venv/.ready
 	$(BIN)/ruff format .
 
 bench: .venv/.ready
-	$(BIN)/python benchmarks/bench_attention.py
+	$(BIN)/python benchmarks/bench_hash.py --device $(DEVICE)
+	$(BIN)/python benchmarks/bench_sampled_attention.py --device $(DEVICE)
+	$(BIN)/python benchmarks/bench_expectation_attention.py --device $(DEVICE)
+	$(BIN)/python benchmarks/bench_attention.py --device $(DEVICE)
+	$(BIN)/python benchmarks/bench_models.py --device $(DEVICE)
+	$(BIN)/python benchmarks/plot_lengths.py benchmarks/results/attention-$(DEVICE).json \
+		benchmarks/results/models-$(DEVICE).json docs/results/lengths-$(DEVICE).png
 
 clean:
 	rm -rf .venv build dist src/*.egg-info src/yoso_hf/*.so

@@ -1,149 +1,150 @@
-"""Time of one attention call, forward and forward with backward, beside its peers, in one run.
+"""Time and peak memory of yoso_attention beside torch's softmax attention, and the table of what is asked of it.
 
-    python benchmarks/bench_attention.py --lengths 512 1024 2048 4096 8192 16384
-    python benchmarks/bench_attention.py --lengths 4096 --dtype bfloat16 --num_hash 64
+    python benchmarks/bench_attention.py
+    python benchmarks/bench_attention.py --groups lengths --lengths 512 4096 --output attention.json
+    python benchmarks/bench_attention.py --groups crowded growth
 
-Prints a table and writes benchmarks/results/attention-<device>.json. A case is timed after its result was verified.
-Times are medians in milliseconds; a peer that would take longer than --limit seconds a call is left out.
+[1, 12, N, 64], float32, m = 32, tau = 9 unless a group says otherwise. The groups:
+
+lengths: sampled and in expectation beside softmax, from short to long, with peak memory;
+crowded: all keys equal, or in 8 tight clusters;
+growth: from N to 16 N; the same with tau raised by one for every doubling; from 32 N to 64 N with 2 heads;
+expectation: beside transformers' Yoso;
+bfloat16: beside float32.
 """
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-from report import write_results
+from attention_cases import HEAD_DIM, NUM_HASH, ExactKernel, SampledKernel, Softmax, TransformersYoso
+from harness import argument_parser, compare, measure, print_table, write_results
 from torch import Tensor
-from transformers.models.yoso.modeling_yoso import YosoCumulation
 
 from yoso_hf import HashFunctions, yoso_attention
 
+BOTH = "forward and backward"
+# times as fast as softmax, by length: asked, aim
+ASKED = {
+    "forward": {512: (3, 6), 4096: (25, 50), 16384: (100, 200)},
+    BOTH: {512: (3, 5), 4096: (14, 25), 16384: (25, 45)},
+}
 
-class Case:
-    """One implementation: called on [B, H, N, D] tensors, and checked on a short piece of them."""
-
-    def __init__(self, run: Callable[..., Tensor], truth: Callable[..., Tensor], tolerance: float):
-        self.run = run
-        self.truth = truth
-        self.tolerance = tolerance
-
-    def verify(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        short = [x[:, :, :384] for x in (query, key, value)]
-        out = self.run(*short).double()
-        error = (out - self.truth(*(x.double() for x in short))).norm() / out.norm()
-        if not error <= self.tolerance:
-            raise SystemExit(f"wrong result: error {error:.2e}, allowed {self.tolerance:.2e}")
+Rows = list[dict[str, Any]]
 
 
-def kernel_weights(query: Tensor, key: Tensor, hash_code_len: int) -> Tensor:
-    cosine = F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).mT
-    return (1 - cosine.clamp(-1, 1).acos() / torch.pi) ** hash_code_len
+class Sampled(SampledKernel):
+    """Hash functions are drawn in the call, as they are in training."""
+
+    name = "yoso"
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return yoso_attention(query, key, value, hash_code_len=self.hash_code_len, num_hash=NUM_HASH)
+
+    def codes(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        functions = HashFunctions.sample(self.heads, HEAD_DIM, NUM_HASH, self.hash_code_len, device=self.device)
+        return functions.codes(query), functions.codes(key)
 
 
-def make_cases(args: argparse.Namespace) -> dict[str, Case]:
-    functions = HashFunctions.sample(args.heads, args.head_dim, args.num_hash, args.hash_code_len, device=args.device)
-    tau = args.hash_code_len
+class Expectation(ExactKernel):
+    name = "yoso expectation"
 
-    def collisions(query, key, value):
-        """The dense matrix of collisions, from the same hash functions."""
-        codes = [functions.codes(x.to(args.dtype)) for x in (query, key)]
-        weights = (codes[0][..., :, None] == codes[1][..., None, :]).double().mean(dim=2)
-        return F.normalize(weights @ value, dim=-1)
-
-    def exact(query, key, value):
-        return F.normalize(kernel_weights(query, key, tau) @ value, dim=-1)
-
-    def transformers_expectation(query, key, value):
-        query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
-        mask = query.new_ones(query.shape[0] * query.shape[1], query.shape[2])
-        flat = [x.flatten(0, 1) for x in (query, key, value)]
-        out = YosoCumulation.apply(mask, mask, *flat, {"hash_code_len": tau})
-        return F.normalize(out, dim=-1).view_as(value)
-
-    # rounding of the inputs' dtype; float32 sums of a few thousand terms
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[args.dtype]
-    softmax = F.scaled_dot_product_attention
-    return {
-        "yoso": Case(lambda *x: yoso_attention(*x, hash_functions=functions), collisions, tolerance),
-        "yoso expectation": Case(lambda *x: yoso_attention(*x, hash_code_len=tau, expectation=True), exact, tolerance),
-        "sdpa": Case(softmax, softmax, tolerance),
-        "transformers yoso": Case(transformers_expectation, exact, tolerance),
-    }
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return yoso_attention(query, key, value, hash_code_len=self.hash_code_len, expectation=True)
 
 
-def median_ms(call: Callable[[], object], device: str, repeats: int) -> float:
-    def once() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - start)
+def lengths(args: argparse.Namespace) -> tuple[Rows, Rows]:
+    rows, table = [], []
+    for length in args.lengths:
+        for task, asked in ASKED.items():
+            cases = [kind(args.device, task, length) for kind in (Sampled, Expectation, Softmax)]
+            group = measure(cases, args.repeats, args.seconds, memory=True)
+            rows += group
+            if length in asked:
+                name = f"{task}, N = {length}: times as fast as softmax"
+                ratio = group[-1]["times_the_first"]
+                table.append(compare(name, ratio, asked=asked[length][0], aim=asked[length][1]))
+    return rows, table
 
-    once()
-    return statistics.median(once() for _ in range(repeats))
+
+def crowded(args: argparse.Namespace) -> tuple[Rows, Rows]:
+    rows, table = [], []
+    for data in ("equal keys", "clustered keys", "clustered queries and keys"):
+        cases = [kind(args.device, BOTH, args.length, data=data) for kind in (Sampled, Softmax)]
+        sampled, softmax = measure(cases, args.repeats, args.seconds)
+        rows += sampled, softmax
+        name = f"{BOTH}, {data}, N = {args.length}: times as fast as softmax"
+        table.append(compare(name, softmax["ms"] / sampled["ms"], asked=1, aim=4))
+    return rows, table
+
+
+def growth(args: argparse.Namespace) -> tuple[Rows, Rows]:
+    n = args.length
+    device = args.device
+    comparisons = [
+        ("forward", Sampled(device, "forward", n), Sampled(device, "forward", 16 * n), 18, 16),
+        (
+            f"{BOTH}, tau = 9 and 13",
+            Sampled(device, BOTH, n),
+            Sampled(device, BOTH, 16 * n, hash_code_len=13),
+            24,
+            18,
+        ),
+        (
+            f"{BOTH}, 2 heads",
+            Sampled(device, BOTH, 32 * n, heads=2),
+            Sampled(device, BOTH, 64 * n, heads=2),
+            2.2,
+            2.05,
+        ),
+    ]
+    rows, table = [], []
+    for what, *cases, asked, aim in comparisons:
+        short, long = measure(cases, args.repeats, args.seconds)
+        rows += short, long
+        name = f"{what}: time at N = {long['length']} over {short['length']}"
+        table.append(compare(name, long["ms"] / short["ms"], asked=asked, aim=aim))
+    return rows, table
+
+
+def expectation(args: argparse.Namespace) -> tuple[Rows, Rows]:
+    rows, table = [], []
+    for task in ("forward", BOTH):
+        ours, peer = measure(
+            [kind(args.device, task, args.length) for kind in (Expectation, TransformersYoso)],
+            args.repeats,
+            args.seconds,
+        )
+        rows += ours, peer
+        name = f"expectation, {task}, N = {args.length}: times as fast as transformers' Yoso"
+        table.append(compare(name, peer["ms"] / ours["ms"], asked=5, aim=10))
+    return rows, table
+
+
+def bfloat16(args: argparse.Namespace) -> tuple[Rows, Rows]:
+    dtypes = ("bfloat16", "float32")
+    half, full = measure(
+        [Sampled(args.device, "forward", args.length, dtype=dtype) for dtype in dtypes], args.repeats, args.seconds
+    )
+    name = f"forward in bfloat16, N = {args.length}: times as fast as in float32"
+    return [half, full], [compare(name, full["ms"] / half["ms"], asked=1, aim=1.5)]
+
+
+GROUPS = {group.__name__: group for group in (lengths, crowded, growth, expectation, bfloat16)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--head_dim", type=int, default=64)
-    parser.add_argument("--num_hash", type=int, default=32)
-    parser.add_argument("--hash_code_len", type=int, default=9)
-    parser.add_argument("--dtype", default="float32", type=lambda name: getattr(torch, name))
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--limit", type=float, default=5.0, help="seconds a call, by extrapolation")
+    parser = argument_parser(__doc__)
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(7, 15)], help="of that group")
+    parser.add_argument("--length", type=int, default=4096, help="N of the other groups")
     args = parser.parse_args()
-    torch.manual_seed(0)
-    cases = make_cases(args)
-    rows = []
-    for length in args.lengths:
-        shape = (args.batch, length, args.heads, args.head_dim)
-        query, key, value, grad = (
-            torch.randn(shape, dtype=args.dtype, device=args.device).transpose(1, 2) for _ in range(4)
-        )
-        for name, case in cases.items():
-            earlier = [row for row in rows if row["case"] == name]
-            if earlier and name != "yoso":
-                expected = earlier[-1]["forward_backward_ms"] * (length / earlier[-1]["length"]) ** 2
-                if expected > 1e3 * args.limit:
-                    continue
-            case.verify(query, key, value)
-            inputs = [x.detach().requires_grad_() for x in (query, key, value)]
-
-            def forward(case=case, inputs=inputs):
-                with torch.no_grad():
-                    case.run(*inputs)
-
-            def both(case=case, inputs=inputs, grad=grad):
-                torch.autograd.grad(case.run(*inputs), inputs, grad)
-
-            row = {"case": name, "length": length}
-            row["forward_ms"] = median_ms(forward, args.device, args.repeats)
-            row["forward_backward_ms"] = median_ms(both, args.device, args.repeats)
-            rows.append(row)
-        softmax = next((row for row in rows if row["case"] == "sdpa" and row["length"] == length), None)
-        for row in rows:
-            if row["length"] == length:
-                ratio = ""
-                if softmax:
-                    row["sdpa_over_forward"] = softmax["forward_ms"] / row["forward_ms"]
-                    row["sdpa_over_forward_backward"] = softmax["forward_backward_ms"] / row["forward_backward_ms"]
-                    ratio = f"{row['sdpa_over_forward']:8.2f}x {row['sdpa_over_forward_backward']:8.2f}x"
-                print(
-                    f"{length:7d}  {row['case']:18s} {row['forward_ms']:10.2f} ms "
-                    f"{row['forward_backward_ms']:10.2f} ms {ratio}",
-                    flush=True,
-                )
-    settings = {name: str(setting) for name, setting in vars(args).items()}
-    write_results(Path(__file__).parent / "results" / f"attention-{args.device}.json", settings, rows)
+    rows, table = [], []
+    for name in args.groups:
+        group_rows, group_table = GROUPS[name](args)
+        rows += [{"group": name, **row} for row in group_rows]
+        table += group_table
+    print_table(table)
+    write_results(args, rows, table)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+"""Time of the exact operators beside torch's softmax attention and transformers' Yoso.
+
+    python benchmarks/bench_expectation_attention.py --lengths 128 512 2048 4096
+
+[1, 12, N, 64], float32, tau = 9, outputs not normalised.
+"""
+
+from attention_cases import ExactKernel, Softmax, TransformersYoso
+from harness import argument_parser, measure, write_results
+from torch import Tensor
+
+from yoso_hf import ops
+
+
+class ExpectationAttention(ExactKernel):
+    name = "expectation_attention"
+    unit_output = False
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return ops.expectation_attention(query, key, value, self.hash_code_len, False)
+
+
+class Cumulation(TransformersYoso):
+    unit_output = False
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096])
+    args = parser.parse_args()
+    rows = []
+    for length in args.lengths:
+        for task in ("forward", "forward and backward"):
+            cases = [kind(args.device, task, length) for kind in (ExpectationAttention, Softmax, Cumulation)]
+            rows += measure(cases, args.repeats, args.seconds)
+    write_results(args, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from matplotlib import image
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import bench_attention  # noqa: E402
+import bench_expectation_attention  # noqa: E402
+import bench_hash  # noqa: E402
+import bench_models  # noqa: E402
+import bench_sampled_attention  # noqa: E402
+import harness  # noqa: E402
+from attention_cases import Softmax, TransformersYoso  # noqa: E402
+
+from yoso_hf import modeling_yoso  # noqa: E402
+
+BOTH = "forward and backward"
+needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from /proc")
+
+
+@pytest.fixture(autouse=True)
+def other_tests_keep_their_warnings():
+    verbosity = transformers.logging.get_verbosity()
+    yield
+    transformers.logging.set_verbosity(verbosity)
+
+
+class Script:
+    """A clock, and what happened on it."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.events = []
+
+
+@dataclass
+class Scripted(harness.Case):
+    """Takes the given seconds, one after the other."""
+
+    letter: str
+    seconds: list
+
+    def attach(self, script: Script, wrong: bool = False) -> "Scripted":
+        self.script, self.wrong, self.left = script, wrong, list(self.seconds)
+        self.name = self.letter
+        return self
+
+    def verify(self):
+        self.script.events.append(f"verify {self.name}")
+        if self.wrong:
+            raise harness.WrongResult("2 is not 3")
+
+    def run(self):
+        self.script.events.append(self.name)
+        self.script.now += self.left.pop(0)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    script = Script()
+    monkeypatch.setattr(harness, "perf_counter", lambda: script.now)
+    return script
+
+
+def test_cases_are_timed_in_turns_and_give_their_medians(script):
+    # b ends by its seconds, after three runs; a by its repeats
+    a = Scripted("cpu", "a", [1.0, 5.0, 2.0, 3.0, 9.0, 100.0]).attach(script)
+    b = Scripted("cpu", "b", [40.0, 10.0, 20.0, 100.0]).attach(script)
+    rows = harness.measure([a, b], repeats=5, seconds=30)
+    assert script.events == ["verify a", "verify b", "a", "b", "a", "b", "a", "b", "a", "a"]
+    figures = [(row["case"], row["ms"], row["runs"], row["times_the_first"]) for row in rows]
+    assert figures == [("a", 3000.0, 5, 1.0), ("b", 20000.0, 3, pytest.approx(20 / 3))]
+
+
+def test_a_wrong_result_gives_no_figure(script):
+    cases = [Scripted("cpu", name, [1.0] * 9).attach(script, wrong=name == "b") for name in "abc"]
+    with pytest.raises(SystemExit, match="wrong result of .*, b: 2 is not 3"):
+        harness.measure(cases, repeats=5, seconds=30)
+    assert script.events == ["verify a", "verify b"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "asked", "aim", "direction", "passed", "aim_reached"),
+    [
+        (2.9, 3, 6, "at least", False, False),
+        (3.0, 3, 6, "at least", True, False),
+        (6.1, 3, 6, "at least", True, True),
+        (1.16, 1.15, 1.05, "at most", False, False),
+        (1.1, 1.15, 1.05, "at most", True, False),
+        (1.04, 1.15, 1.05, "at most", True, True),
+        (1.01, 1, 1, "at most", False, False),
+    ],
+)
+def test_the_table_says_what_is_reached(ratio, asked, aim, direction, passed, aim_reached, capsys):
+    row = harness.compare("forward", ratio, asked=asked, aim=aim)
+    assert (row["direction"], row["passed"], row["aim_reached"]) == (direction, passed, aim_reached)
+    harness.print_table([row])
+    verdict = "aim reached" if aim_reached else "passed" if passed else "MISSED"
+    assert capsys.readouterr().out.rstrip().endswith(verdict)
+
+
+def test_slow_peers_are_left_out_by_the_square_of_the_length():
+    case = Softmax("cpu", "forward", 4000)
+    rows = [
+        {"case": case.name, "length": 1000, "ms": 2000.0},
+        {"case": case.name, "length": 2000, "ms": 3000.0},
+        {"case": "another", "length": 2000, "ms": 9000.0},
+    ]
+    # 4 times 3 seconds
+    assert harness.within_limit(case, rows, 12.1)
+    assert not harness.within_limit(case, rows, 11.9)
+    assert harness.within_limit(case, rows[2:], 0.1)
+
+
+@dataclass
+class Allocation(harness.Case):
+    mib: int
+
+    def setup(self):
+        self.kept = torch.ones(128, 2**18)
+
+    def run(self):
+        torch.ones(self.mib, 2**18)
+        torch.ones(self.mib // 2, 2**18)
+
+
+@needs_proc
+@pytest.mark.parametrize("mib", [16, 64])
+def test_memory_is_the_peak_of_a_run_above_what_was_there_before(mib):
+    assert harness.peak_memory(Allocation("cpu", mib)) == pytest.approx(mib, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        bench_attention.Sampled,
+        bench_attention.Expectation,
+        bench_sampled_attention.SampledAttention,
+        Softmax,
+        TransformersYoso,
+    ],
+)
+def test_verification_finds_wrong_attention(kind):
+    class Wrong(kind):
+        """What `spoil` makes of the inputs reaches the attention."""
+
+        def attend(self, *tensors):
+            return super().attend(*self.spoil(*tensors))
+
+    def verify(task, spoil, data="random"):
+        case = Wrong("cpu", task, 40, heads=2, data=data)
+        case.spoil = spoil
+        case.setup()
+        case.verify()
+
+    def unread_key(query, key, value):
+        return query, key, torch.cat([value[:, :, :-1], torch.zeros_like(value[:, :, :1])], dim=2)
+
+    def other_gradient(which):
+        def spoil(*tensors):
+            # the same number, 1.01 times the gradient
+            return [1.01 * x - 0.01 * x.detach() if i == which else x for i, x in enumerate(tensors)]
+
+        return spoil
+
+    for data in ("random", "equal keys", "clustered keys", "clustered queries and keys"):
+        for task in ("forward", "backward", BOTH):
+            verify(task, lambda *tensors: tensors, data)
+    with pytest.raises(harness.WrongResult, match="the output has error"):
+        verify("forward", unread_key)
+    for which, name in enumerate(("query", "key", "value")):
+        verify("forward", other_gradient(which))
+        with pytest.raises(harness.WrongResult, match=f"the gradient of {name} has error"):
+            verify(BOTH, other_gradient(which))
+
+
+def test_verification_finds_other_weights_and_numbers_that_are_not_finite():
+    case = bench_attention.Expectation("cpu", "forward", 40, heads=2)
+    case.setup()
+    case.attend = bench_attention.Expectation("cpu", "forward", 40, heads=2, hash_code_len=8).attend
+    with pytest.raises(harness.WrongResult, match="the output has error"):
+        case.verify()
+    case.attend = lambda *tensors: tensors[2] * float("nan")
+    with pytest.raises(harness.WrongResult, match="the output has error nan"):
+        case.verify()
+
+
+def test_verification_finds_wrong_codes():
+    for kind in (bench_hash.Hadamard, bench_hash.Gaussian, bench_hash.MatrixProduct):
+        case = kind("cpu", 40)
+        case.setup()
+        case.verify()
+        codes = case.run()
+        case.run = lambda codes=codes: codes ^ 1
+        with pytest.raises(harness.WrongResult, match="of the codes differ"):
+            case.verify()
+
+
+def test_verification_finds_wrong_models():
+    case = bench_models.Yoso("cpu", "forward", 64)
+    case.setup()
+    case.verify()
+    attention = modeling_yoso.yoso_attention
+
+    def without_mask(*tensors, **options):
+        return attention(*tensors[:3], **options)
+
+    def value_itself(*tensors, **_):
+        return tensors[2]
+
+    with (
+        mock.patch.object(modeling_yoso, "yoso_attention", without_mask),
+        pytest.raises(harness.WrongResult, match="the output with padding has error"),
+    ):
+        case.verify()
+    with (
+        mock.patch.object(modeling_yoso, "yoso_attention", value_itself),
+        pytest.raises(harness.WrongResult, match="does not reach far tokens"),
+    ):
+        case.verify()
+    case.task = bench_models.STEP
+    with (
+        mock.patch.object(modeling_yoso, "yoso_attention", value_itself),
+        pytest.raises(harness.WrongResult, match="query.weight has no gradient"),
+    ):
+        case.verify()
+
+
+@pytest.fixture
+def run_here(monkeypatch, tmp_path, capsys):
+    """Runs a benchmark's main with few, short runs, and returns what it wrote."""
+
+    def run(benchmark, *arguments: str) -> dict:
+        output = tmp_path / f"{benchmark.__name__}.json"
+        monkeypatch.setattr(sys, "argv", [benchmark.__name__, "--output", str(output), "--seconds", "0", *arguments])
+        benchmark.main()
+        return check_result(output, capsys.readouterr().out)
+
+    return run
+
+
+def check_result(output: Path, printed: str) -> dict:
+    result = json.loads(output.read_text())
+    assert result["machine"]["torch"] == torch.__version__
+    assert all(row["ms"] > 0 and row["runs"] == 3 for row in result["rows"])
+    assert all(row["name"] in printed for row in result.get("table", []))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "size"),
+    [(bench_hash, 3), (bench_sampled_attention, 2), (bench_expectation_attention, 3)],
+)
+def test_operator_benchmarks_run(benchmark, size, run_here):
+    rows = run_here(benchmark, "--lengths", "24", "40")["rows"]
+    assert {row["length"] for row in rows} == {24, 40}
+    for first in range(0, len(rows), size):
+        group = rows[first : first + size]
+        assert len({row["case"] for row in group}) == size
+        for row in group:
+            assert row["times_the_first"] == pytest.approx(row["ms"] / group[0]["ms"])
+
+
+@needs_proc
+def test_attention_and_model_benchmarks_run_and_are_drawn(tmp_path, run_here):
+    # as a program: its cases reach the processes that measure memory from there too
+    output = tmp_path / "attention.json"
+    command = [sys.executable, BENCHMARKS / "bench_attention.py", "--output", output, "--seconds", "0"]
+    command += ["--lengths", "24", "512", "--length", "16"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    attention = check_result(output, run.stdout)
+    assert len(attention["table"]) == 2 + 3 + 3 + 2 + 1
+    forward = {
+        row["case"]: row
+        for row in attention["rows"]
+        if (row["group"], row["task"], row["length"]) == ("lengths", "forward", 512)
+    }
+    assert all(row["peak_mib"] > 0 for row in forward.values())
+    asked = attention["table"][0]
+    assert asked["name"] == "forward, N = 512: times as fast as softmax"
+    assert asked["ratio"] == pytest.approx(forward["softmax (sdpa)"]["ms"] / forward["yoso"]["ms"])
+    growth = [row for row in attention["rows"] if row["group"] == "growth"]
+    assert [(row["length"], row["hash_code_len"], row["heads"]) for row in growth] == [
+        (16, 9, 12),
+        (256, 9, 12),
+        (16, 9, 12),
+        (256, 13, 12),
+        (512, 9, 2),
+        (1024, 9, 2),
+    ]
+
+    models = run_here(bench_models, "--lengths", "64", "128", "--pair_lengths", "64", "--limit", "0")
+    cases = {
+        length: {row["case"] for row in models["rows"] if (row["group"], row["length"]) == ("lengths", length)}
+        for length in (64, 128)
+    }
+    assert cases[64] == {kind.name for kind in (*bench_models.OURS, *bench_models.PEERS)}
+    # a limit of no time at all leaves the peers out where an earlier length tells their time
+    assert cases[128] == {kind.name for kind in bench_models.OURS}
+    peak = {
+        row["case"]: row["peak_mib"]
+        for row in models["rows"]
+        if (row["group"], row["task"], row["length"]) == ("lengths", bench_models.STEP, 64)
+    }
+    assert len(models["table"]) == 3
+    assert models["table"][2]["ratio"] == pytest.approx(peak["yoso"] / peak["BERT (sdpa)"])
+
+    picture = tmp_path / "lengths.png"
+    command = [sys.executable, BENCHMARKS / "plot_lengths.py", output, tmp_path / "bench_models.json", picture]
+    subprocess.run(command, check=True)
+    pixels = image.imread(picture)[..., :3]
+    # softmax is drawn in red, in both rows of the picture
+    red = (pixels[..., 0] > 0.8) & (pixels[..., 1:] < 0.25).all(-1)
+    assert red[: len(red) // 2].any()
+    assert red[len(red) // 2 :].any()
