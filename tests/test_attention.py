@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from yoso_hf import HashFunctions, ops, yoso_attention
+from yoso_hf.attention import EXACT_TOKENS_PER_HASH
 
 BOTH = pytest.mark.parametrize("expectation", [False, True])
 
@@ -197,6 +198,65 @@ def test_expectation_backward_of_the_sampled_mode_is_the_exact_sum_for_query_and
         assert torch.equal(mixed[index], sampled[index])
 
 
+# the length, N = M, up to which "auto" is exact with 8 hash functions
+CROSSING = 8 * EXACT_TOKENS_PER_HASH
+
+
+@pytest.mark.parametrize(
+    ("N", "M", "expectation"),
+    [
+        (CROSSING, CROSSING, True),
+        (CROSSING + 1, CROSSING, False),
+        (CROSSING, CROSSING + 1, False),
+        # the same N M / (N + M)
+        (CROSSING * 3 // 2, CROSSING * 3 // 4, True),
+        (CROSSING * 3 // 4, CROSSING * 3 // 2, True),
+        (CROSSING * 3 // 2, CROSSING * 3 // 4 + 1, False),
+        # the more keys, the less their hashing costs for each pair with the only query
+        (1, CROSSING * 10, True),
+        (CROSSING * 10, CROSSING * 10, False),
+    ],
+)
+def test_auto_is_the_exact_call_up_to_the_crossing_and_the_sampled_one_beyond_it(N, M, expectation):
+    arguments = inputs(1, 2, N, M)
+    grad = torch.randn(1, 2, N, 12)
+    functions = HashFunctions.sample(2, 16, 8, 4)
+    options = {"key_mask": torch.rand(1, M) > 0.4, "hash_functions": functions}
+    auto, exact, sampled = (gradients(arguments, grad, expectation=x, **options) for x in ("auto", True, False))
+    expected, other = (exact, sampled) if expectation else (sampled, exact)
+    for result, same, different in zip(auto, expected, other, strict=True):
+        assert torch.equal(result, same)
+        assert not torch.allclose(result, different, rtol=1e-2)
+    with torch.no_grad():
+        assert torch.equal(yoso_attention(*arguments, expectation="auto", **options), auto[0])
+
+
+def test_auto_draws_hash_functions_only_to_sample():
+    for length in (CROSSING, CROSSING + 1):
+        arguments = inputs(1, 2, length, length)
+        state = torch.get_rng_state()
+        auto = yoso_attention(*arguments, num_hash=8, hash_code_len=4, expectation="auto")
+        drawn = not torch.equal(torch.get_rng_state(), state)
+        assert drawn == (length > CROSSING)
+        torch.set_rng_state(state)
+        assert torch.equal(auto, yoso_attention(*arguments, num_hash=8, hash_code_len=4, expectation=not drawn))
+
+
+def test_auto_compiled_for_every_length_gives_the_eager_result():
+    functions = HashFunctions.sample(2, 16, 8, 4)
+
+    def attention(query, key, value):
+        return yoso_attention(query, key, value, hash_functions=functions, expectation="auto")
+
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (CROSSING, CROSSING + 1, CROSSING - 3, CROSSING + 7):
+        arguments = [x.requires_grad_() for x in inputs(1, 2, length, length)]
+        grad = torch.randn(1, 2, length, 12)
+        out = compiled(*arguments)
+        expected = gradients(arguments, grad, hash_functions=functions, expectation="auto")
+        torch.testing.assert_close((out, *torch.autograd.grad(out, arguments, grad)), expected)
+
+
 def test_randomness_comes_from_the_global_generator_and_is_shared_by_the_batch():
     query, key, value = inputs(1)
     torch.manual_seed(5)
@@ -315,7 +375,9 @@ def test_expectation_at_16384_stays_under_a_gigabyte(path):
         ({"key_mask": torch.ones(2, 25)}, "key_mask must be bool, True for a real token, got torch.float32"),
         ({"normalization": "softmax"}, "normalization must be one of .*, got 'softmax'"),
         ({"backward": "linear"}, "backward must be one of .*, got 'linear'"),
-        ({"backward": "exact"}, "needs expectation=True"),
+        ({"expectation": "always"}, r"expectation must be one of \(True, False, 'auto'\), got 'always'"),
+        ({"backward": "exact"}, "needs expectation=True, got False"),
+        ({"backward": "exact", "expectation": "auto"}, "needs expectation=True, got 'auto'"),
         (
             {"hash_functions": HashFunctions.sample(2, 16, 4, 4)},
             "hash_functions are for 2 heads of 16, but query has 3 heads of 16",

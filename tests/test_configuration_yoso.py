@@ -50,18 +50,23 @@ def test_defaults_are_those_of_transformers():
     assert ours == theirs
 
 
-def test_published_config_loads_unchanged(tmp_path):
-    write_config(tmp_path, **PUBLISHED)
+@pytest.mark.parametrize("use_expectation", [True, False, "auto"])
+def test_published_config_loads_unchanged(use_expectation, tmp_path):
+    published = {**PUBLISHED, "use_expectation": use_expectation}
+    write_config(tmp_path, **published)
     config = AutoConfig.from_pretrained(tmp_path)
     assert type(config) is YosoConfig
     not_kept = ("tokenizer_class", "torch_dtype", "transformers_version")
-    for key, value in PUBLISHED.items():
+    for key, value in published.items():
         if key not in not_kept:
             assert getattr(config, key) == value, key
 
 
-def test_round_trip(tmp_path):
-    config = YosoConfig(num_hash=17, conv_window=5, hash_seed=None, sparse_prediction=True, num_labels=4)
+@pytest.mark.parametrize("use_expectation", [True, False, "auto"])
+def test_round_trip(use_expectation, tmp_path):
+    changes = {"num_hash": 17, "conv_window": 5, "hash_seed": None, "sparse_prediction": True, "num_labels": 4}
+    config = YosoConfig(use_expectation=use_expectation, **changes)
+    assert config.use_expectation is use_expectation
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path).to_dict()
     assert loaded == {**config.to_dict(), "_name_or_path": loaded["_name_or_path"]}
@@ -88,6 +93,7 @@ def test_round_trip(tmp_path):
         ({"hash_seed": 2**32}, "hash_seed", "0..2**32 - 1"),
         ({"add_cross_attention": True}, "add_cross_attention", "False"),
         ({"num_hash": "many"}, "num_hash", "int"),
+        ({"use_expectation": "always"}, "use_expectation", "'auto'"),
     ],
 )
 def test_value_out_of_range(given, name, allowed):

@@ -22,6 +22,7 @@ from yoso_hf import (
     YosoModel,
     modeling_yoso,
 )
+from yoso_hf.attention import EXACT_TOKENS_PER_HASH
 
 AUTO_CLASSES = {
     YosoModel: transformers.AutoModel,
@@ -279,6 +280,67 @@ def test_gradient_checkpointing_changes_no_gradient(attention, use_reentrant, mo
         assert_near(actual[name], gradient, atol=1e-6)
 
 
+# with use_expectation="auto", sequences of up to CROSSING tokens get the exact kernel
+CROSSING = 2 * EXACT_TOKENS_PER_HASH
+AUTO = {"use_expectation": "auto", "num_hash": 2, "max_position_embeddings": 2 * CROSSING}
+
+
+@torch.no_grad()
+def test_auto_is_exact_up_to_the_crossing_and_sampled_beyond_it():
+    auto = make_model(YosoModel, **AUTO)
+    others = {}
+    for use_expectation in (True, False):
+        others[use_expectation] = make_model(YosoModel, **{**AUTO, "use_expectation": use_expectation})
+        others[use_expectation].load_state_dict(auto.state_dict())
+    # the row's real tokens are the same: it is the padded length that counts
+    mask = make_mask([CROSSING - 5, 2 * CROSSING], 2 * CROSSING)
+    ids = make_ids(2, 2 * CROSSING)
+    for length in (CROSSING - 2, CROSSING, CROSSING + 1, 2 * CROSSING):
+        inputs = {"input_ids": ids[:, :length], "attention_mask": mask[:, :length]}
+        expected, different = (others[exact](**inputs)[0] for exact in (length <= CROSSING, length > CROSSING))
+        actual = auto(**inputs).last_hidden_state
+        assert_near(actual, expected)
+        assert (actual - different)[0, : CROSSING - 5].abs().max() > 1e-2
+
+
+def test_auto_draws_hash_functions_in_training_only_to_sample():
+    model = make_model(YosoModel, hidden_dropout_prob=0.0, **AUTO).train()
+    ids = make_ids(1, CROSSING + 1)
+    for length in (CROSSING, CROSSING + 1):
+        state = torch.get_rng_state()
+        model(ids[:, :length])
+        assert torch.equal(torch.get_rng_state(), state) == (length == CROSSING)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_auto_compiled_for_every_length_equals_eager(training):
+    model = make_model(YosoModel, num_hidden_layers=1, **AUTO).train(training)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (CROSSING, CROSSING + 1, CROSSING - 3, 2 * CROSSING):
+        ids = make_ids(2, length)
+        outputs = []
+        for function in (model, compiled):
+            torch.manual_seed(1)
+            outputs.append(function(ids).last_hidden_state)
+        assert_near(*outputs)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("length", [CROSSING // 2, CROSSING, CROSSING + 1, 2 * CROSSING])
+def test_auto_chooses_alike_with_gradients_and_without(length, use_reentrant):
+    model = make_model(YosoForMaskedLM, **AUTO).train()
+    ids = make_ids(2, length)
+    torch.manual_seed(1)
+    expected = gradients(model, input_ids=ids, labels=ids)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    torch.manual_seed(1)
+    for name, gradient in gradients(model, input_ids=ids, labels=ids).items():
+        assert gradient.any(), name
+        assert_near(gradient, expected[name], atol=1e-6)
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @all_attention
 def test_compiled_model_equals_eager(attention, training):
@@ -315,7 +377,7 @@ def test_eval_is_deterministic(use_fast_hash, tmp_path):
     model.save_pretrained(tmp_path)
     assert_near(YosoModel.from_pretrained(tmp_path)(ids).last_hidden_state, expected)
     layers = [layer.attention.self for layer in model.encoder.layer]
-    assert layers[0].hash_functions("cpu").kind == ("hadamard" if use_fast_hash else "gaussian")
+    assert layers[0].hash_functions("cpu", 20).kind == ("hadamard" if use_fast_hash else "gaussian")
     half = YosoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for layer, half_layer in zip(layers, half.encoder.layer, strict=True):
         assert torch.equal(half_layer.attention.self.hash_parameters, layer.hash_parameters)
@@ -647,9 +709,11 @@ def test_both_or_neither_input():
         model(make_ids(1, 4), inputs_embeds=torch.zeros(1, 4, 32))
 
 
-def test_attentions_of_sampled_attention_are_refused():
-    model = make_model(YosoForMaskedLM, use_expectation=False)
-    with pytest.raises(ValueError, match="output_attentions=True needs use_expectation=True"):
+@pytest.mark.parametrize("use_expectation", [False, "auto"])
+def test_attentions_of_sampled_attention_are_refused(use_expectation):
+    model = make_model(YosoForMaskedLM, use_expectation=use_expectation)
+    message = f"output_attentions=True needs use_expectation=True, got use_expectation={use_expectation!r}"
+    with pytest.raises(ValueError, match=message):
         model(make_ids(1, 4), output_attentions=True)
 
 

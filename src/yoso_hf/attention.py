@@ -1,5 +1,7 @@
 """yoso_attention, the one attention function."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,28 @@ from .ops import expectation_attention, sampled_attention, unit_rows
 
 NORMALIZATIONS = ("l2", "sum", None)
 BACKWARDS = ("sampled", "expectation", "exact")
+EXPECTATIONS = (True, False, "auto")
+
+# The length, for each hash function, at which the exact kernel takes as long as the sampled one. Measured by
+#     python benchmarks/bench_attention.py --lengths 256 320 384 512
+# (CPU, float32, m = 32, tau = 9, D = 64): the length at which "yoso" and "yoso expectation" cross, between that of
+# the forward and that of forward with backward, divided by m.
+EXACT_TOKENS_PER_HASH = 10
+
+
+def exact_is_cheaper(num_queries: int, num_keys: int, num_hash: int) -> bool:
+    """Whether expectation="auto" takes the exact kernel: its cost grows as N M, that of sampling as (N + M) m.
+
+    Args:
+        num_queries: N, >= 1; padding counts.
+        num_keys: M, >= 1; padding counts.
+        num_hash: m, >= 1.
+
+    Returns:
+        True while the harmonic mean of N and M is at most EXACT_TOKENS_PER_HASH m.
+    """
+    # one rule with and without gradients: checkpointing runs a layer both ways, and must compute the same twice
+    return 2 * num_queries * num_keys <= EXACT_TOKENS_PER_HASH * (num_queries + num_keys) * num_hash
 
 
 def yoso_attention(
@@ -18,7 +42,7 @@ def yoso_attention(
     *,
     hash_code_len: int = 9,
     num_hash: int = 32,
-    expectation: bool = False,
+    expectation: bool | Literal["auto"] = False,
     hash_functions: HashFunctions | None = None,
     normalization: str | None = "l2",
     backward: str = "sampled",
@@ -36,9 +60,11 @@ def yoso_attention(
         key_mask: bool [B, M], True for a real token; a masked key adds nothing. None: all are real.
         hash_code_len: tau, bits of a code, 1..16: the higher, the sharper the attention.
         num_hash: m, the number of hash functions, >= 1: the higher, the less noise, at a cost in proportion.
-        expectation: True for the expectation itself: O(N M) time, O(N + M) memory, no randomness.
+        expectation: True for the expectation itself: O(N M) time, O(N + M) memory, no randomness. "auto": the
+            same where exact_is_cheaper says so, else sampled; padding counts there, so an output may depend on how
+            far its inputs are padded.
         hash_functions: the hash functions, whose sizes replace num_hash and hash_code_len; None: drawn from torch's
-            global generator.
+            global generator. Nothing is drawn or hashed where the expectation is computed.
         normalization: "l2": output rows have length one, as in the paper; "sum": they are divided by the sum of their
             weights; None: neither. A row without any weight is zero, and so is its gradient.
         backward: the gradient of query and key. "sampled": the lower bound (tau / 2) p of the kernel's slope,
@@ -60,6 +86,8 @@ def yoso_attention(
         raise ValueError(f"hash_code_len must be in 1..{MAX_HASH_CODE_LEN}, got {hash_code_len}")
     if num_hash < 1:
         raise ValueError(f"num_hash must be at least 1, got {num_hash}")
+    if expectation == "auto":
+        expectation = exact_is_cheaper(query.shape[2], key.shape[2], num_hash)
 
     out_dtype, head_dim = value.dtype, query.shape[-1]
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
@@ -126,8 +154,12 @@ def _check(query, key, value, key_mask, normalization, backward, expectation) ->
         raise ValueError(f"normalization must be one of {NORMALIZATIONS}, got {normalization!r}")
     if backward not in BACKWARDS:
         raise ValueError(f"backward must be one of {BACKWARDS}, got {backward!r}")
-    if backward == "exact" and not expectation:
-        raise ValueError('backward="exact" needs expectation=True: a sampled collision has no derivative')
+    if expectation not in EXPECTATIONS:
+        raise ValueError(f"expectation must be one of {EXPECTATIONS}, got {expectation!r}")
+    if backward == "exact" and expectation in (False, "auto"):
+        raise ValueError(
+            f'backward="exact" needs expectation=True, got {expectation!r}: a sampled collision has no derivative'
+        )
 
 
 def _check_hash_functions(functions: HashFunctions, query: Tensor) -> None:

@@ -1,5 +1,7 @@
 """The configuration of a YOSO model."""
 
+from typing import Literal
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
@@ -27,7 +29,7 @@ class YosoConfig(PreTrainedConfig):
         initializer_range: standard deviation of the initial weights.
         layer_norm_eps: epsilon of the layer normalisations.
         use_expectation: True for the exact kernel, quadratic in time; False for its estimate by hashing,
-            linear.
+            linear; "auto" for whichever is estimated to be cheaper, by num_hash and the padded length.
         hash_code_len: tau, the power of the kernel and the bits of a hash code, 1..16.
         num_hash: m, hash functions of a head, >= 1; more of them give a better estimate and take more time.
         conv_window: tokens under the depthwise convolution of the values (YOSO-C), odd; None: no convolution.
@@ -59,7 +61,7 @@ class YosoConfig(PreTrainedConfig):
     type_vocab_size: int = 1
     initializer_range: float = 0.02
     layer_norm_eps: float = 1e-12
-    use_expectation: bool = True
+    use_expectation: bool | Literal["auto"] = True
     hash_code_len: int = 9
     num_hash: int = 64
     conv_window: int | None = None

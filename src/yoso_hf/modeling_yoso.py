@@ -27,7 +27,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import yoso_attention
+from .attention import exact_is_cheaper, yoso_attention
 from .configuration_yoso import YosoConfig
 from .hashing import HashFunctions
 
@@ -82,7 +82,7 @@ class YosoSelfAttention(nn.Module):
                 groups=self.num_heads,
                 bias=False,
             )
-        seeded = self.hash_seed is not None and not self.expectation
+        seeded = self.hash_seed is not None and self.expectation is not True
         hash_parameters = self.seeded_hash_parameters() if seeded else None
         self.register_buffer("hash_parameters", hash_parameters, persistent=False)
 
@@ -95,8 +95,10 @@ class YosoSelfAttention(nn.Module):
         generator = torch.Generator().manual_seed(self.hash_seed * 1_000_003 + self.layer_idx)
         return self.sample_hash_functions("cpu", generator).parameters
 
-    def hash_functions(self, device: torch.device) -> HashFunctions | None:
-        if self.expectation:
+    def hash_functions(self, device: torch.device, length: int) -> HashFunctions | None:
+        if self.expectation is True:
+            return None
+        if self.expectation == "auto" and exact_is_cheaper(length, length, self.num_hash):
             return None
         if self.training or self.hash_parameters is None:
             return self.sample_hash_functions(device, None)
@@ -106,9 +108,9 @@ class YosoSelfAttention(nn.Module):
 
     @torch.no_grad()
     def attention_weights(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
-        if not self.expectation:
+        if self.expectation is not True:
             raise ValueError(
-                "output_attentions=True needs use_expectation=True, got use_expectation=False: "
+                f"output_attentions=True needs use_expectation=True, got use_expectation={self.expectation!r}: "
                 "sampled attention never forms its weights"
             )
         cosine = F.normalize(query.float(), dim=-1) @ F.normalize(key.float(), dim=-1).transpose(-1, -2)
@@ -136,7 +138,7 @@ class YosoSelfAttention(nn.Module):
             hash_code_len=self.hash_code_len,
             num_hash=self.num_hash,
             expectation=self.expectation,
-            hash_functions=self.hash_functions(query.device),
+            hash_functions=self.hash_functions(query.device, query.shape[2]),
             backward=self.backward,
         )
         if self.conv is not None:
@@ -332,7 +334,7 @@ class YosoModel(YosoPreTrainedModel):
             inputs_embeds: token embeddings in place of input_ids, floating point, shape [B, N, hidden_size].
             **kwargs: output_hidden_states, output_attentions and return_dict. Attentions are the kernel's
                 weights, shape [B, H, N, N], before the context vectors are scaled to unit length; they need
-                use_expectation.
+                use_expectation=True.
 
         Returns:
             BaseModelOutput with last_hidden_state of shape [B, N, hidden_size]; what it holds for padding
@@ -340,7 +342,7 @@ class YosoModel(YosoPreTrainedModel):
 
         Raises:
             ValueError: both or neither of input_ids and inputs_embeds, a sequence too long, an attention_mask
-                of another shape, type or device, output_attentions without use_expectation.
+                of another shape, type or device, output_attentions without use_expectation=True.
         """
         if (input_ids is None) == (inputs_embeds is None):
             given = "neither" if input_ids is None else "both"
