@@ -255,22 +255,23 @@ YOSO_INLINE void multiply_tile(int64_t K, A a, int64_t a_step, B b, To c, int64_
     for (int v = 0; v < C; ++v) store<V>(c[i + r] + j + v * kLanes<V>, sum[r][v]);
 }
 
+template <class V, int C, class A, class B, class To>
+YOSO_INLINE void multiply_columns(int64_t I, int64_t K, A a, int64_t a_step, B b, To c, int64_t j) {
+  int64_t i = 0;
+  for (; i + 4 <= I; i += 4) multiply_tile<V, 4, C>(K, a, a_step, b, c, i, j);
+  for (; i < I; ++i) multiply_tile<V, 1, C>(K, a, a_step, b, c, i, j);
+}
+
 // c[i][j] += sum over k of a[i][k * a_step] * b[k][j], for i < I, k < K, j < J; J a multiple of kRowQuantum. With
 // a_step other than 1, a is the transpose of a matrix of that many columns.
 template <class V, class A, class B, class To>
 YOSO_INLINE void multiply(int64_t I, int64_t J, int64_t K, A a, int64_t a_step, B b, To c) {
+  // tiles of sums that fit the registers: 32 of AVX-512, 16 otherwise
+  constexpr int kWide = sizeof(V) == 64 ? 4 : 2;
   constexpr int64_t L = kLanes<V>;
   int64_t j = 0;
-  for (; j + 2 * L <= J; j += 2 * L) {
-    int64_t i = 0;
-    for (; i + 4 <= I; i += 4) multiply_tile<V, 4, 2>(K, a, a_step, b, c, i, j);
-    for (; i < I; ++i) multiply_tile<V, 1, 2>(K, a, a_step, b, c, i, j);
-  }
-  for (; j < J; j += L) {
-    int64_t i = 0;
-    for (; i + 4 <= I; i += 4) multiply_tile<V, 4, 1>(K, a, a_step, b, c, i, j);
-    for (; i < I; ++i) multiply_tile<V, 1, 1>(K, a, a_step, b, c, i, j);
-  }
+  for (; j + kWide * L <= J; j += kWide * L) multiply_columns<V, kWide>(I, K, a, a_step, b, c, j);
+  for (; j < J; j += L) multiply_columns<V, 1>(I, K, a, a_step, b, c, j);
 }
 
 // Adds up blocks of 2 * Half lanes of two vectors by halves: the blocks of Half lanes of the result are those of a,
