@@ -151,17 +151,19 @@ void hash_rows(const Tensor& x, const Tensor& parameters, const bool* mask, bool
     vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
       using V = Vector<T, bytes()>;
       constexpr int64_t L = kLanes<V>;
-      Buffer<T> loaded(L * columns), head_parameters(per_head);
+      Buffer<T> loaded(kTaskRows * columns), head_parameters(per_head);
       Buffer<V> block(std::max(size, columns)), scratch(use_hadamard ? hash_code_len * size : 0);
       Buffer<Codes<V>> codes(num_hash);
       for (int64_t task = task_begin; task < task_end; ++task) {
-        const int64_t batch = task / (H * chunks), head = task / chunks % H, first = task % chunks * kTaskRows;
-        if (task == task_begin || task % chunks == 0)
-          for (int64_t i = 0; i < per_head; ++i) head_parameters[i] = all_parameters[head * per_head + i];
-        for (int64_t row = first; row < std::min(N, first + kTaskRows); row += L) {
-          const int64_t count = std::min(L, N - row);
-          load_rows<V>(rows, batch, head, row, row + count, D, loaded.data(), columns);
-          transpose_rows<V>(AllRows<T>{loaded.data(), columns}, count, columns, reinterpret_cast<T*>(block.data()), L);
+        // the heads of a row lie together in memory
+        const int64_t batch = task / (H * chunks), first = task / H % chunks * kTaskRows, head = task % H;
+        const int64_t last = std::min(N, first + kTaskRows);
+        for (int64_t i = 0; i < per_head; ++i) head_parameters[i] = all_parameters[head * per_head + i];
+        load_rows<V>(rows, batch, head, first, last, D, loaded.data(), columns);
+        for (int64_t row = first; row < last; row += L) {
+          const int64_t count = std::min(L, last - row);
+          transpose_rows<V>(AllRows<T>{loaded.data() + (row - first) * columns, columns}, count, columns,
+                            reinterpret_cast<T*>(block.data()), L);
           for (int64_t c = columns; c < size; ++c) block[c] = V{};
           if (use_hadamard)
             hadamard_codes<V>(block.data(), scratch.data(), head_parameters.data(), size, num_hash, hash_code_len,

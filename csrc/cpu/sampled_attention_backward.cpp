@@ -7,7 +7,13 @@ namespace {
 // rows of a bucket that are multiplied at a time
 constexpr int64_t kTileRows = 64;
 // from this many keys on, products with a transposed tile cost less than sums over lanes
-constexpr int64_t kTransposedKeys = 12;
+constexpr int64_t kTransposedKeys = 24;
+
+// rows of both sides that do not fit a second-level cache are fetched one bucket ahead
+constexpr int64_t kPrefetchBytes = 2 << 20;
+// where the rows of a head for every thread would overflow a third-level cache, threads share one head
+constexpr int64_t kSharedBytes = 24 << 20;
+constexpr int64_t kSharedRows = 1024;
 
 // One side of the backward pass: the queries with the output's gradient, or the keys with the values. A row holds
 // the unit vector, the gradient or value, and the sum that becomes the gradient of the unit vector.
@@ -153,14 +159,24 @@ YOSO_INLINE void add_through_products(Side<T>& queries, const int32_t* query_ord
   }
 }
 
+template <class T>
+YOSO_INLINE void prefetch_rows(Side<T>& side, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) prefetch(side.unit() + side.order[i] * side.stride, side.stride);
+}
+
 // Adds the buckets of the codes from `begin` to `end`, each in the cheaper order of multiplication.
 template <class V, class T = Element<V>>
 YOSO_INLINE void add_buckets(Side<T>& queries, Side<T>& keys, int64_t begin, int64_t end, Scratch<T>& scratch) {
   const int64_t D = queries.columns, Dv = queries.other_columns;
+  const bool prefetch = (queries.count + keys.count) * queries.stride * int64_t{sizeof(T)} > kPrefetchBytes;
   int64_t q = queries.begin_of(begin), k = keys.begin_of(begin);
   for (int64_t code = begin; code < end; ++code) {
     const int64_t nq = queries.ends[code] - q, nk = keys.ends[code] - k;
     const int32_t *query_order = queries.order.data() + q, *key_order = keys.order.data() + k;
+    if (prefetch && code + 1 < end) {
+      prefetch_rows(queries, q + nq, std::min<int64_t>(queries.ends[code + 1], q + nq + kTileRows));
+      prefetch_rows(keys, k + nk, std::min<int64_t>(keys.ends[code + 1], k + nk + kTileRows));
+    }
     if (nq > 0 && nk > 0) {
       if (nq * nk * (2 * D + Dv) <= 2 * (nq + nk) * D * Dv)
         add_pairs<V>(queries, query_order, nq, keys, key_order, nk, scratch);
@@ -238,12 +254,13 @@ void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key
     }
   };
   const int64_t rounds = (B * H + threads - 1) / threads;
-  if (4 * B * H >= 3 * rounds * threads) {
+  const int64_t head_bytes = (N + M) * (2 * columns + value_columns) * int64_t{sizeof(T)};
+  // too few heads would leave threads idle; in short ones there is nothing to share
+  const bool few = 4 * B * H < 3 * rounds * threads;
+  if (N + M < kSharedRows || (!few && head_bytes * threads <= kSharedBytes))
     parallel_for(0, B * H, 1, add_heads);
-  } else {
-    // too few heads to keep every thread busy
+  else
     add_heads(0, B * H);
-  }
 }
 
 std::tuple<Tensor, Tensor> sampled_attention_backward_cpu(const Tensor& grad, const Tensor& query, const Tensor& key,

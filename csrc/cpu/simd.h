@@ -133,6 +133,8 @@ YOSO_INLINE void store_as(Half* to, V x) {
 constexpr int64_t kRowQuantum = 16;
 inline int64_t padded(int64_t columns) { return (columns + kRowQuantum - 1) / kRowQuantum * kRowQuantum; }
 
+constexpr int64_t kRowsAhead = 16;
+
 // Uninitialised memory, aligned to cache lines; large ones on huge pages, since rows are read in random order.
 template <class T>
 class Buffer {
@@ -150,6 +152,7 @@ class Buffer {
   const T* data() const { return data_.get(); }
   T& operator[](int64_t i) { return data_.get()[i]; }
   const T& operator[](int64_t i) const { return data_.get()[i]; }
+  int64_t size() const { return size_; }
   void zero() { std::memset(static_cast<void*>(data_.get()), 0, size_ * sizeof(T)); }
 
  private:
@@ -162,6 +165,12 @@ class Buffer {
   int64_t size_;
 };
 
+template <class T>
+YOSO_INLINE void prefetch(const T* row, int64_t columns) {
+  const char* bytes = reinterpret_cast<const char*>(row);
+  for (int64_t line = 0; line < columns * int64_t{sizeof(T)}; line += 64) __builtin_prefetch(bytes + line);
+}
+
 // Copies some rows of [B, H, N, D] at one (batch, head) to padded rows in the accumulator's type.
 template <class V, class In>
 YOSO_INLINE void load_rows(Rows<const In> rows, int64_t batch, int64_t head, int64_t begin, int64_t end,
@@ -169,6 +178,8 @@ YOSO_INLINE void load_rows(Rows<const In> rows, int64_t batch, int64_t head, int
   const int64_t whole = columns / kLanes<V> * kLanes<V>, to_columns = padded(columns);
   for (int64_t row = begin; row < end; ++row, to += to_stride) {
     const In* from = rows.at(batch, head, row);
+    // rows of one head lie far apart: the processor does not see them coming
+    if (row + kRowsAhead < end) prefetch(rows.at(batch, head, row + kRowsAhead), columns);
     for (int64_t c = 0; c < whole; c += kLanes<V>) store<V>(to + c, load_as<V>(from + c));
     for (int64_t c = whole; c < to_columns; ++c) to[c] = c < columns ? static_cast<Element<V>>(from[c]) : 0;
   }
@@ -271,6 +282,7 @@ YOSO_INLINE void multiply(int64_t I, int64_t J, int64_t K, A a, int64_t a_step, 
   constexpr int64_t L = kLanes<V>;
   int64_t j = 0;
   for (; j + kWide * L <= J; j += kWide * L) multiply_columns<V, kWide>(I, K, a, a_step, b, c, j);
+  for (; j + 2 * L <= J; j += 2 * L) multiply_columns<V, 2>(I, K, a, a_step, b, c, j);
   for (; j < J; j += L) multiply_columns<V, 1>(I, K, a, a_step, b, c, j);
 }
 
