@@ -64,7 +64,7 @@ YOSO_INLINE void kernel_slope(const T* cosine, int64_t tau, bool exact, T* base,
 
 // Transposes each tile of kTileKeys rows: to[tile][column][row]; rows past the end are 0.
 template <class T>
-void transpose_tiles(const T* from, int64_t count, int64_t columns, T* to) {
+YOSO_INLINE void transpose_tiles(const T* from, int64_t count, int64_t columns, T* to) {
   for (int64_t first = 0; first < count; first += kTileKeys, to += columns * kTileKeys)
     for (int64_t r = 0; r < kTileKeys; ++r)
       for (int64_t c = 0; c < columns; ++c)
@@ -120,8 +120,8 @@ void expectation_forward(const Tensor& query, const Tensor& key, const Tensor& v
           load_rows<V>(rows_of<In>(value), batch, head, 0, M, Dv, values.data(), value_columns);
         }
         sums.zero();
-        expectation_rows<V>(queries.data(), last - first, key_tiles.data(), values.data(), M, columns, value_columns, tau,
-                         sums.data());
+        expectation_rows<V>(queries.data(), last - first, key_tiles.data(), values.data(), M, columns, value_columns,
+                            tau, sums.data());
         store_rows<V>(sums.data(), value_columns, T{1}, mutable_rows_of<In>(out), batch, head, first, last, Dv);
       }
     });
@@ -153,31 +153,48 @@ struct Head {
         grad_value(num_keys * value_columns) {}
 };
 
+// A run of tiles of queries or keys, in rows.
+struct Range {
+  int64_t begin, end;
+};
+
+// Adds the tiles of some queries and keys to the gradients of the queries, of the keys and values, or of both.
 template <class V, class T = Element<V>>
-YOSO_INLINE void expectation_gradients(Head<T>& head, int64_t tau, bool exact) {
+YOSO_INLINE void expectation_gradients(Head<T>& head, Range queries, Range keys, bool to_queries, bool to_keys,
+                                       int64_t tau, bool exact) {
   const int64_t D = head.columns, Dv = head.value_columns;
   alignas(64) T cosine[kTileSize] = {}, base[kTileSize], weights[kTileSize], slope[kTileSize], products[kTileSize] = {};
-  for (int64_t k = 0; k < head.num_keys; k += kTileKeys) {
-    const int64_t nk = std::min(kTileKeys, head.num_keys - k);
-    for (int64_t q = 0; q < head.num_queries; q += kTileQueries) {
-      const int64_t nq = std::min(kTileQueries, head.num_queries - q);
-      const T *query = head.query.data() + q * D, *grad = head.grad.data() + q * Dv;
+  for (int64_t k = keys.begin; k < keys.end; k += kTileKeys) {
+    const int64_t nk = std::min(kTileKeys, keys.end - k);
+    for (int64_t q = queries.begin; q < queries.end; q += kTileQueries) {
+      const int64_t nq = std::min(kTileQueries, queries.end - q);
+      const AllRows<const T> query{head.query.data() + q * D, D}, grad{head.grad.data() + q * Dv, Dv};
       std::memset(cosine, 0, sizeof(cosine));
       std::memset(products, 0, sizeof(products));
-      multiply<V>(nq, kTileKeys, D, AllRows<const T>{query, D}, 1, AllRows<T>{head.key_tiles.data() + k * D, kTileKeys},
+      multiply<V>(nq, kTileKeys, D, query, 1, AllRows<T>{head.key_tiles.data() + k * D, kTileKeys},
                   AllRows<T>{cosine, kTileKeys});
-      multiply<V>(nq, kTileKeys, Dv, AllRows<const T>{grad, Dv}, 1,
-                  AllRows<T>{head.value_tiles.data() + k * Dv, kTileKeys}, AllRows<T>{products, kTileKeys});
+      multiply<V>(nq, kTileKeys, Dv, grad, 1, AllRows<T>{head.value_tiles.data() + k * Dv, kTileKeys},
+                  AllRows<T>{products, kTileKeys});
       kernel_slope(cosine, tau, exact, base, weights, slope);
       for (int64_t i = 0; i < kTileSize; ++i) slope[i] *= products[i];
-      multiply<V>(nq, D, nk, AllRows<T>{slope, kTileKeys}, 1, AllRows<T>{head.key.data() + k * D, D},
-                  AllRows<T>{head.grad_query.data() + q * D, D});
-      multiply<V>(nk, D, nq, AllRows<T>{slope, 1}, kTileKeys, AllRows<const T>{query, D},
-                  AllRows<T>{head.grad_key.data() + k * D, D});
-      multiply<V>(nk, Dv, nq, AllRows<T>{weights, 1}, kTileKeys, AllRows<const T>{grad, Dv},
-                  AllRows<T>{head.grad_value.data() + k * Dv, Dv});
+      if (to_queries)
+        multiply<V>(nq, D, nk, AllRows<T>{slope, kTileKeys}, 1, AllRows<T>{head.key.data() + k * D, D},
+                    AllRows<T>{head.grad_query.data() + q * D, D});
+      if (to_keys) {
+        multiply<V>(nk, D, nq, AllRows<T>{slope, 1}, kTileKeys, query, AllRows<T>{head.grad_key.data() + k * D, D});
+        multiply<V>(nk, Dv, nq, AllRows<T>{weights, 1}, kTileKeys, grad,
+                    AllRows<T>{head.grad_value.data() + k * Dv, Dv});
+      }
     }
   }
+}
+
+// Calls f(Range) in parallel for runs of whole tiles that make up `count` rows.
+template <class F>
+void for_tiles(int64_t count, int64_t tile, const F& f) {
+  torch::stable::parallel_for(0, (count + tile - 1) / tile, 1, [&](int64_t begin, int64_t end) {
+    f(Range{begin * tile, std::min(count, end * tile)});
+  });
 }
 
 template <class In>
@@ -186,12 +203,17 @@ void expectation_backward(const Tensor& grad, const Tensor& query, const Tensor&
   using T = Accumulator<In>;
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), D = query.size(3);
   const int64_t M = key.size(2), Dv = value.size(3), columns = padded(D), value_columns = padded(Dv);
-  torch::stable::parallel_for(0, B * H, 1, [&](int64_t begin, int64_t end) {
+  auto add_heads = [&](int64_t begin, int64_t end, bool shared) {
     Head<T> rows(N, M, columns, value_columns);
-    vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-      using V = Vector<T, bytes()>;
-      for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
-        const int64_t batch = batch_head / H, head = batch_head % H;
+    const auto add_tiles = [&](Range queries, Range keys, bool to_queries, bool to_keys) {
+      vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+        expectation_gradients<Vector<T, bytes()>>(rows, queries, keys, to_queries, to_keys, tau, exact);
+      });
+    };
+    for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
+      const int64_t batch = batch_head / H, head = batch_head % H;
+      vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+        using V = Vector<T, bytes()>;
         load_rows<V>(rows_of<In>(query), batch, head, 0, N, D, rows.query.data(), columns);
         load_rows<V>(rows_of<In>(key), batch, head, 0, M, D, rows.key.data(), columns);
         load_rows<V>(rows_of<In>(value), batch, head, 0, M, Dv, rows.value.data(), value_columns);
@@ -200,18 +222,36 @@ void expectation_backward(const Tensor& grad, const Tensor& query, const Tensor&
         normalize_rows<V>(rows.key.data(), columns, M, columns, rows.key_inverse.data());
         transpose_tiles(rows.key.data(), M, columns, rows.key_tiles.data());
         transpose_tiles(rows.value.data(), M, value_columns, rows.value_tiles.data());
-        rows.grad_query.zero();
-        rows.grad_key.zero();
-        rows.grad_value.zero();
-        expectation_gradients<V>(rows, tau, exact);
-        through_normalize<V>(rows.grad_query.data(), columns, rows.query.data(), columns, N, columns, rows.query_inverse.data(), T{1});
-        through_normalize<V>(rows.grad_key.data(), columns, rows.key.data(), columns, M, columns, rows.key_inverse.data(), T{1});
+      });
+      rows.grad_query.zero();
+      rows.grad_key.zero();
+      rows.grad_value.zero();
+      if (shared) {
+        // the weights are computed twice, so that no two threads add to the same row
+        for_tiles(M, kTileKeys, [&](Range keys) { add_tiles({0, N}, keys, false, true); });
+        for_tiles(N, kTileQueries, [&](Range queries) { add_tiles(queries, {0, M}, true, false); });
+      } else {
+        add_tiles({0, N}, {0, M}, true, true);
+      }
+      vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+        using V = Vector<T, bytes()>;
+        through_normalize<V>(rows.grad_query.data(), columns, rows.query.data(), columns, N, columns,
+                             rows.query_inverse.data(), T{1});
+        through_normalize<V>(rows.grad_key.data(), columns, rows.key.data(), columns, M, columns,
+                             rows.key_inverse.data(), T{1});
         store_rows<V>(rows.grad_query.data(), columns, T{1}, mutable_rows_of<In>(grad_query), batch, head, 0, N, D);
         store_rows<V>(rows.grad_key.data(), columns, T{1}, mutable_rows_of<In>(grad_key), batch, head, 0, M, D);
-        store_rows<V>(rows.grad_value.data(), value_columns, T{1}, mutable_rows_of<In>(grad_value), batch, head, 0, M, Dv);
-      }
-    });
-  });
+        store_rows<V>(rows.grad_value.data(), value_columns, T{1}, mutable_rows_of<In>(grad_value), batch, head, 0, M,
+                      Dv);
+      });
+    }
+  };
+  // sharing a head costs a third more, idle threads cost more than that
+  const int64_t threads = torch::stable::get_num_threads();
+  if (2 * B * H > threads || threads == 1)
+    torch::stable::parallel_for(0, B * H, 1, [&](int64_t begin, int64_t end) { add_heads(begin, end, false); });
+  else
+    add_heads(0, B * H, true);
 }
 
 void check_all_rows(const Tensor& query, const Tensor& key, const Tensor& value, int64_t hash_code_len) {

@@ -210,7 +210,8 @@ Tensor hash_cpu(const Tensor& input, const Tensor& parameters, const std::option
   Tensor out = torch::stable::new_empty(x, {B, H, num_hash, N}, code_dtype(hash_code_len));
   dispatch_floating(x, [&](auto element) {
     dispatch_codes(out, [&](auto code) {
-      hash_rows<decltype(element), decltype(code)>(x, parameters, mask_data, use_hadamard, num_hash, hash_code_len, out);
+      hash_rows<decltype(element), decltype(code)>(x, parameters, mask_data, use_hadamard, num_hash, hash_code_len,
+                                                   out);
     });
   });
   return out;
