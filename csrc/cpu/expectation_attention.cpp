@@ -266,7 +266,7 @@ void check_all_rows(const Tensor& query, const Tensor& key, const Tensor& value,
 Tensor expectation_attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value, int64_t hash_code_len,
                                  bool) {
   check_all_rows(query, key, value, hash_code_len);
-  Tensor out = empty_heads_last(value, query.size(0), query.size(1), query.size(2), value.size(3));
+  Tensor out = on_huge_pages(empty_heads_last(value, query.size(0), query.size(1), query.size(2), value.size(3)));
   if (out.numel() == 0) return out;
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_floating(query, [&](auto element) {
@@ -281,9 +281,10 @@ std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cpu(const Tens
   check_all_rows(query, key, value, hash_code_len);
   check_rows(grad, "grad", query, query.size(2), query.scalar_type());
   STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
-  Tensor grad_query = empty_heads_last(query, query.size(0), query.size(1), query.size(2), query.size(3));
-  Tensor grad_key = empty_heads_last(key, key.size(0), key.size(1), key.size(2), key.size(3));
-  Tensor grad_value = empty_heads_last(value, value.size(0), value.size(1), value.size(2), value.size(3));
+  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
+  Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
+  Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));
+  Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
   const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_floating(query, [&](auto element) {
     expectation_backward<decltype(element)>(rows[0], rows[1], rows[2], rows[3], hash_code_len, exact, grad_query,

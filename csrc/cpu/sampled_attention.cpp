@@ -145,7 +145,8 @@ Tensor sampled_attention_cpu(const Tensor&, const Tensor&, const Tensor& value, 
                              const Tensor& key_codes, int64_t hash_code_len, bool) {
   check_all_codes(query_codes, key_codes, value, hash_code_len);
   const Tensor rows = dense_rows(value);
-  Tensor out = empty_heads_last(value, value.size(0), value.size(1), query_codes.size(3), value.size(3));
+  const int64_t B = value.size(0), H = value.size(1), N = query_codes.size(3);
+  Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
   if (out.numel() == 0) return out;
   dispatch_floating(rows, [&](auto element) {
     dispatch_codes(query_codes, [&](auto code) {

@@ -135,6 +135,25 @@ inline int64_t padded(int64_t columns) { return (columns + kRowQuantum - 1) / kR
 
 constexpr int64_t kRowsAhead = 16;
 
+constexpr size_t kHugePage = 1 << 21;
+
+// Asks for huge pages where the memory holds whole ones.
+inline void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  const uintptr_t address = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (address + bytes) / kHugePage * kHugePage;
+  // advice only: where it is not taken, the memory is as good, but slower
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+// The same for an operator's output: large ones are mapped afresh by every call, and small pages cost a fault each.
+inline Tensor on_huge_pages(Tensor x) {
+  advise_huge_pages(x.mutable_data_ptr(), x.numel() * x.element_size());
+  return x;
+}
+
 // Uninitialised memory, aligned to cache lines; large ones on huge pages, since rows are read in random order.
 template <class T>
 class Buffer {
@@ -143,10 +162,7 @@ class Buffer {
     const size_t bytes = size * sizeof(T) + 64;
     const std::align_val_t alignment{bytes < kHugePage ? 64 : kHugePage};
     data_ = std::unique_ptr<T, Free>(static_cast<T*>(::operator new(bytes, alignment)), Free{alignment});
-#if defined(MADV_HUGEPAGE)
-    // advice only: where it is not taken, the buffer is as good, but slower
-    if (bytes >= kHugePage) madvise(data_.get(), bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
-#endif
+    advise_huge_pages(data_.get(), bytes);
   }
   T* data() { return data_.get(); }
   const T* data() const { return data_.get(); }
@@ -156,7 +172,6 @@ class Buffer {
   void zero() { std::memset(static_cast<void*>(data_.get()), 0, size_ * sizeof(T)); }
 
  private:
-  static constexpr size_t kHugePage = 1 << 21;
   struct Free {
     std::align_val_t alignment;
     void operator()(T* p) const { ::operator delete(p, alignment); }
