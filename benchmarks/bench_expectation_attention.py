@@ -17,7 +17,7 @@ class ExpectationAttention(ExactKernel):
     unit_output = False
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return ops.expectation_attention(query, key, value, self.hash_code_len, False)
+        return ops.expectation_attention(query, key, value, self.hash_code_len, False, False)[0]
 
 
 class Cumulation(TransformersYoso):

@@ -31,7 +31,7 @@ class SampledAttention(SampledKernel):
         return self.functions.codes(query.detach()), self.functions.codes(key.detach())
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return ops.sampled_attention(query, key, value, *self.given_codes, self.hash_code_len, False)
+        return ops.sampled_attention(query, key, value, *self.given_codes, self.hash_code_len, False, False)[0]
 
 
 def main() -> None:

@@ -47,9 +47,17 @@ def assert_as_close_as_pytorch(got, same_dtype, exact):
     for g, s, e in zip(got, same_dtype, exact, strict=True):
         assert g.dtype == s.dtype
         assert g.shape == s.shape
+        if e.numel() == 0:
+            continue
         bound = 2 * (s.double() - e).abs().max() + 4 * torch.finfo(torch.float32).eps * e.abs().max()
         error = (g.double() - e).abs().max()
-        assert error <= bound or e.numel() == 0
+        assert error <= bound
+
+
+def normalized(rows):
+    """Rows at length one and their inverse lengths, zero and 0 for a zero row."""
+    length = rows.norm(dim=-1)
+    return torch.nn.functional.normalize(rows, dim=-1), torch.where(length > 0, 1 / length, 0)
 
 
 @needs_kernels
@@ -71,16 +79,17 @@ def test_hash_kernel_equals_reference(shape, dtype, kind):
 
 
 @needs_kernels
+@pytest.mark.parametrize("unit", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sampled_kernels_are_as_accurate_as_the_reference(shape, dtype):
+def test_sampled_kernels_are_as_accurate_as_the_reference(shape, dtype, unit):
     query, key, value, grad, _, _, codes = make(shape, dtype)
     tau = shape[-1]
     wide = [x.double() for x in (grad, query, key, value)]
     assert_as_close_as_pytorch(
-        [ops.sampled_attention(query, key, value, *codes, tau, False)],
-        [reference.sampled_attention(query, key, value, *codes, tau, False)],
-        [reference.sampled_attention(*wide[1:], *codes, tau, False)],
+        ops.sampled_attention(query, key, value, *codes, tau, False, unit),
+        reference.sampled_attention(query, key, value, *codes, tau, False, unit),
+        reference.sampled_attention(*wide[1:], *codes, tau, False, unit),
     )
     assert_as_close_as_pytorch(
         ops.sampled_attention_backward(grad, query, key, value, *codes, tau),
@@ -97,11 +106,12 @@ def test_expectation_kernels_are_as_accurate_as_the_reference(shape, dtype, exac
     query, key, value, grad, _, _, _ = make(shape, dtype)
     tau = shape[-1]
     wide = [x.double() for x in (grad, query, key, value)]
-    assert_as_close_as_pytorch(
-        [ops.expectation_attention(query, key, value, tau, exact)],
-        [reference.expectation_attention(query, key, value, tau, exact)],
-        [reference.expectation_attention(*wide[1:], tau, exact)],
-    )
+    for unit in (False, True):
+        assert_as_close_as_pytorch(
+            ops.expectation_attention(query, key, value, tau, exact, unit),
+            reference.expectation_attention(query, key, value, tau, exact, unit),
+            reference.expectation_attention(*wide[1:], tau, exact, unit),
+        )
     if exact and shape[4] == 1:
         pytest.skip("cosines of one-dimensional vectors are all 1 or -1, where the slope diverges")
     assert_as_close_as_pytorch(
@@ -114,32 +124,43 @@ def test_expectation_kernels_are_as_accurate_as_the_reference(shape, dtype, exac
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_unit_rows_kernels_are_as_accurate_as_the_reference(shape, dtype):
+def test_unit_rows_backward_kernel_is_as_accurate_as_the_reference(shape, dtype):
     _, _, value, grad, _, _, _ = make((*shape[:2], shape[3], *shape[3:]), dtype)
     value[..., 0, :] = 0
-    exact = reference.unit_rows(value.double())
-    got, same_dtype = ops.unit_rows(value), reference.unit_rows(value)
-    assert_as_close_as_pytorch(got, same_dtype, exact)
-    assert torch.equal(got[0][..., 0, :], torch.zeros_like(got[0][..., 0, :]))
+    unit, inverse_length = normalized(value.double())
+    unit, inverse_length = unit.to(dtype), inverse_length.to(torch.promote_types(dtype, torch.float32))
     assert_as_close_as_pytorch(
-        [ops.unit_rows_backward(grad, *got)],
-        [reference.unit_rows_backward(grad, *same_dtype)],
-        [reference.unit_rows_backward(grad.double(), *exact)],
+        [ops.unit_rows_backward(grad, unit, inverse_length)],
+        [reference.unit_rows_backward(grad, unit, inverse_length)],
+        [reference.unit_rows_backward(grad.double(), unit.double(), inverse_length.double())],
     )
 
 
 @pytest.mark.parametrize("implementation", ["kernel", "reference"])
-def test_unit_rows_and_their_gradient_equal_autograd(implementation):
+def test_unit_rows_backward_equals_autograd(implementation):
     namespace = ops if implementation == "kernel" else reference
     _, _, x, _, _, _, _ = make((2, 3, 9, 33, 8, 37, 4, 5), torch.float64)
     x.requires_grad_()
-    expected = torch.nn.functional.normalize(x, dim=-1)
-    unit, inverse_length = namespace.unit_rows(x.detach())
-    torch.testing.assert_close(unit, expected.detach())
-    torch.testing.assert_close(inverse_length, 1 / x.detach().norm(dim=-1))
+    unit, inverse_length = (t.detach() for t in normalized(x))
     grad = torch.randn_like(x)
-    (gradient,) = torch.autograd.grad(expected, x, grad)
-    torch.testing.assert_close(namespace.unit_rows_backward(grad, unit, inverse_length), gradient)
+    (expected,) = torch.autograd.grad(torch.nn.functional.normalize(x, dim=-1), x, grad)
+    torch.testing.assert_close(namespace.unit_rows_backward(grad, unit, inverse_length), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
+def test_zero_rows_stay_zero_and_get_no_gradient(implementation, dtype):
+    namespace = ops if implementation == "kernel" else reference
+    query, key, value, grad, _, _, codes = make((2, 3, 9, 33, 8, 37, 4, 5), dtype)
+    value[0] = 0
+    for out, inverse_length in (
+        namespace.sampled_attention(query, key, value, *codes, 5, False, True),
+        namespace.expectation_attention(query, key, value, 5, False, True),
+    ):
+        gradient = namespace.unit_rows_backward(grad, out, inverse_length)
+        for x in (out, inverse_length, gradient):
+            assert torch.equal(x[0], torch.zeros_like(x[0]))
+            assert (x[1].flatten(1) != 0).any(dim=1).all()
 
 
 def dense_collisions(query_codes, key_codes):
@@ -156,7 +177,11 @@ def test_sampled_operators_equal_the_dense_definition(shape, implementation):
     query, key, value, grad, _, _, codes = make(shape, torch.float64)
     tau = shape[-1]
     weights = dense_collisions(*codes)
-    torch.testing.assert_close(namespace.sampled_attention(query, key, value, *codes, tau, False), weights @ value)
+    out, empty = namespace.sampled_attention(query, key, value, *codes, tau, False, False)
+    torch.testing.assert_close(out, weights @ value)
+    assert empty.shape == (0,)
+    got = namespace.sampled_attention(query, key, value, *codes, tau, False, True)
+    torch.testing.assert_close(got, normalized(weights @ value))
 
     # autograd through the normalisation, for a loss whose gradient in p is grad value^T and dp/dx is (tau / 2) p
     query, key = query.clone().requires_grad_(), key.clone().requires_grad_()
@@ -177,7 +202,11 @@ def test_expectation_operators_equal_autograd_through_the_formula(shape, impleme
     cosine = torch.nn.functional.normalize(inputs[0], dim=-1) @ torch.nn.functional.normalize(inputs[1], dim=-1).mT
     weights = (1 - cosine.clamp(-1, 1).acos() / torch.pi) ** tau
     out = weights @ inputs[2]
-    torch.testing.assert_close(namespace.expectation_attention(query, key, value, tau, True), out.detach())
+    got, empty = namespace.expectation_attention(query, key, value, tau, True, False)
+    torch.testing.assert_close(got, out.detach())
+    assert empty.shape == (0,)
+    got = namespace.expectation_attention(query, key, value, tau, True, True)
+    torch.testing.assert_close(got, normalized(out.detach()))
     if shape[4] > 1:
         expected = torch.autograd.grad((out * grad).sum(), inputs, retain_graph=True)
         got = namespace.expectation_attention_backward(grad, query, key, value, tau, True)
@@ -195,14 +224,13 @@ def operator_calls():
     inputs = [x.requires_grad_() for x in (query, key, value)]
     plain = [x.detach() for x in inputs]
     return {
-        "hash_hadamard": (plain[1], functions.parameters, mask, 4, 5),
-        "hash_gaussian": (plain[0], gaussian.parameters, None, 4, 5),
-        "sampled_attention": (*inputs, *codes, 5, False),
-        "sampled_attention_backward": (grad, *plain, *codes, 5),
-        "expectation_attention": (*inputs, 5, False),
-        "expectation_attention_backward": (grad, *plain, 5, False),
-        "unit_rows": (inputs[2],),
-        "unit_rows_backward": (grad, *ops.unit_rows(grad)),
+        "hash_hadamard": [(plain[1], functions.parameters, mask, 4, 5)],
+        "hash_gaussian": [(plain[0], gaussian.parameters, None, 4, 5)],
+        "sampled_attention": [(*inputs, *codes, 5, False, unit) for unit in (False, True)],
+        "sampled_attention_backward": [(grad, *plain, *codes, 5)],
+        "expectation_attention": [(*inputs, 5, False, unit) for unit in (False, True)],
+        "expectation_attention_backward": [(grad, *plain, 5, False)],
+        "unit_rows_backward": [(grad, *normalized(grad))],
     }
 
 
@@ -210,24 +238,45 @@ def operator_calls():
 def test_opcheck(name):
     # opcheck compiles, which refuses the poisoning of memory
     torch.use_deterministic_algorithms(False)
-    opcheck(getattr(torch.ops.yoso_hf, name).default, operator_calls()[name])
+    for arguments in operator_calls()[name]:
+        opcheck(getattr(torch.ops.yoso_hf, name).default, arguments)
 
 
-def test_exact_backward_passes_gradcheck():
+@pytest.mark.parametrize("unit", [False, True])
+def test_exact_backward_passes_gradcheck(unit):
     torch.manual_seed(0)
     shapes = (2, 2, 5, 4), (2, 2, 7, 4), (2, 2, 7, 3)
     query, key, value = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
     for tau in (1, 9):
         assert torch.autograd.gradcheck(
-            lambda *x, tau=tau: ops.expectation_attention(*x, tau, True), (query, key, value)
+            lambda *x, tau=tau: ops.expectation_attention(*x, tau, True, unit)[0], (query, key, value)
         )
 
 
-def test_gradient_of_value_passes_gradcheck():
+@pytest.mark.parametrize("unit", [False, True])
+def test_gradient_of_value_passes_gradcheck(unit):
     query, key, value, _, _, _, codes = make((2, 2, 6, 5, 4, 3, 8, 2), torch.float64)
     assert torch.autograd.gradcheck(
-        lambda value: ops.sampled_attention(query, key, value, *codes, 2, False), value.requires_grad_()
+        lambda value: ops.sampled_attention(query, key, value, *codes, 2, False, unit)[0], value.requires_grad_()
     )
+
+
+@pytest.mark.parametrize("lower_bound", ["sampled", "expectation", "expectation for sampled"])
+def test_gradients_through_unit_rows_equal_those_of_a_separate_normalisation(lower_bound):
+    """Of query and key too, where the lower bound is no derivative that gradcheck could find."""
+    query, key, value, grad, _, _, codes = make((2, 2, 9, 11, 8, 6, 4, 2), torch.float64)
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+
+    def attend(unit):
+        if lower_bound == "expectation":
+            return ops.expectation_attention(*inputs, 2, False, unit)
+        return ops.sampled_attention(*inputs, *codes, 2, lower_bound != "sampled", unit)
+
+    out, inverse_length = attend(unit=True)
+    assert not inverse_length.requires_grad
+    got = torch.autograd.grad(out, inputs, grad)
+    expected = torch.autograd.grad(torch.nn.functional.normalize(attend(unit=False)[0], dim=-1), inputs, grad)
+    torch.testing.assert_close(got, expected)
 
 
 def crowded(kind, num_rows):
@@ -258,10 +307,11 @@ def test_same_bits_whatever_the_number_of_threads():
     def results():
         return [
             functions.codes(query),
-            ops.sampled_attention(query, key, value, *codes, 6, False),
+            *ops.sampled_attention(query, key, value, *codes, 6, False, True),
             *ops.sampled_attention_backward(grad, query, key, value, *codes, 6),
-            ops.expectation_attention(query, key, value, 6, False),
+            *ops.expectation_attention(query, key, value, 6, False, True),
             *ops.expectation_attention_backward(grad, query, key, value, 6, True),
+            ops.unit_rows_backward(grad, *normalized(query)),
         ]
 
     threads = torch.get_num_threads()
@@ -300,16 +350,17 @@ def test_views_and_expanded_gradients_give_what_copies_give():
 
 
 @pytest.mark.parametrize("implementation", ["kernel", "reference"])
+@pytest.mark.parametrize("unit", [False, True])
 @pytest.mark.parametrize("sizes", [(0, 2, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0)])
-def test_empty_tensors(sizes, implementation):
+def test_empty_tensors(sizes, unit, implementation):
     namespace = ops if implementation == "kernel" else reference
     query, key, value, grad, _, _, codes = make((*sizes, 8, 6, 4, 5), torch.float32)
-    for out in (
-        namespace.sampled_attention(query, key, value, *codes, 5, False),
-        namespace.expectation_attention(query, key, value, 5, False),
+    for out, inverse_length in (
+        namespace.sampled_attention(query, key, value, *codes, 5, False, unit),
+        namespace.expectation_attention(query, key, value, 5, False, unit),
     ):
-        assert out.shape == (*sizes[:3], 6)
-        assert torch.equal(out, torch.zeros_like(out))
+        assert torch.equal(out, torch.zeros(*sizes[:3], 6))
+        assert torch.equal(inverse_length, torch.zeros(sizes[:3] if unit else 0))
     for gradients in (
         namespace.sampled_attention_backward(grad, query, key, value, *codes, 5),
         namespace.expectation_attention_backward(grad, query, key, value, 5, False),
@@ -322,14 +373,16 @@ def test_empty_tensors(sizes, implementation):
 def test_kernels_refuse_what_would_read_past_a_buffer():
     query, key, value, grad, functions, _, codes = make((2, 2, 9, 11, 8, 6, 4, 5), torch.float32)
     bad_calls = [
-        lambda: ops.sampled_attention(query, key, value[:, :, :-1], *codes, 5, False),
-        lambda: ops.sampled_attention(query, key, value, codes[0][:, :1], codes[1], 5, False),
-        lambda: ops.sampled_attention(query, key, value, codes[0].int(), codes[1].int(), 5, False),
-        lambda: ops.sampled_attention(query, key, value, *codes, 17, False),
+        lambda: ops.sampled_attention(query, key, value[:, :, :-1], *codes, 5, False, False),
+        lambda: ops.sampled_attention(query, key, value, codes[0][:, :1], codes[1], 5, False, False),
+        lambda: ops.sampled_attention(query, key, value, codes[0].int(), codes[1].int(), 5, False, False),
+        lambda: ops.sampled_attention(query, key, value, *codes, 17, False, False),
         lambda: ops.sampled_attention_backward(grad, query[..., :-1], key, value, *codes, 5),
         lambda: ops.sampled_attention_backward(grad.double(), query, key, value, *codes, 5),
-        lambda: ops.expectation_attention(query, key[..., :-1], value, 5, False),
+        lambda: ops.expectation_attention(query, key[..., :-1], value, 5, False, False),
         lambda: ops.expectation_attention_backward(grad[:, :, :-1], query, key, value, 5, False),
+        lambda: ops.unit_rows_backward(grad[..., :-1], grad, torch.ones(2, 2, 9)),
+        lambda: ops.unit_rows_backward(grad, grad, torch.ones(2, 2, 8)),
         lambda: ops.hash_hadamard(query, functions.parameters[:, :-1].contiguous(), None, 4, 5),
         lambda: ops.hash_hadamard(query, functions.parameters, torch.ones(2, 3, dtype=torch.bool), 4, 5),
         lambda: ops.hash_gaussian(query, functions.parameters, None, 4, 5),
@@ -346,7 +399,7 @@ def test_codes_outside_the_table_belong_to_no_bucket(code):
     masked, outside = codes[1].clone(), codes[1].clone()
     masked[..., 3], outside[..., 3] = -1, code
     for op, arguments in (
-        (ops.sampled_attention, lambda c: (query, key, value, codes[0], c, 5, False)),
+        (ops.sampled_attention, lambda c: (query, key, value, codes[0], c, 5, False, True)),
         (ops.sampled_attention_backward, lambda c: (grad, query, key, value, codes[0], c, 5)),
     ):
         pairs = zip(op(*arguments(masked)), op(*arguments(outside)), strict=True)
@@ -363,8 +416,8 @@ torch.manual_seed(0)
 query, key, value = (torch.randn(1, 2, 30, 8, requires_grad=True) for _ in range(3))
 functions = HashFunctions.sample(2, 8, 4, 5)
 codes = functions.codes(query.detach()), functions.codes(key.detach())
-out = ops.sampled_attention(query, key, value, *codes, 5, False)
-assert torch.equal(out, reference.sampled_attention(query, key, value, *codes, 5, False))
+out, _ = ops.sampled_attention(query, key, value, *codes, 5, False, True)
+assert torch.equal(out, reference.sampled_attention(query, key, value, *codes, 5, False, True)[0])
 out.sum().backward()
 assert query.grad.abs().sum() > 0 and value.grad.abs().sum() > 0
 """

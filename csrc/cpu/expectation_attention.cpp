@@ -1,5 +1,5 @@
 // The exact kernel p(x) = (1 - acos(x) / pi)^tau and its backward, in tiles: never an N x M matrix.
-#include "simd.h"
+#include "unit_rows.h"
 
 namespace yoso {
 namespace {
@@ -94,7 +94,8 @@ YOSO_INLINE void expectation_rows(const T* query, int64_t num_queries, const T* 
 }
 
 template <class In>
-void expectation_forward(const Tensor& query, const Tensor& key, const Tensor& value, int64_t tau, const Tensor& out) {
+void expectation_forward(const Tensor& query, const Tensor& key, const Tensor& value, int64_t tau, bool unit,
+                         const Tensor& out, const Tensor& inverse_length) {
   using T = Accumulator<In>;
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), D = query.size(3);
   const int64_t M = key.size(2), Dv = value.size(3), columns = padded(D), value_columns = padded(Dv);
@@ -102,6 +103,7 @@ void expectation_forward(const Tensor& query, const Tensor& key, const Tensor& v
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t slices = std::clamp<int64_t>((threads + B * H - 1) / (B * H), 1, (N + kTileQueries - 1) / kTileQueries);
   const int64_t rows = (N + slices - 1) / slices;
+  T* inverse = static_cast<T*>(inverse_length.mutable_data_ptr());
   torch::stable::parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
     Buffer<T> queries(rows * columns), keys(M * columns), key_tiles(whole_tiles(M) * columns);
     Buffer<T> values(M * value_columns), sums(rows * value_columns), lengths(std::max(rows, M));
@@ -122,6 +124,9 @@ void expectation_forward(const Tensor& query, const Tensor& key, const Tensor& v
         sums.zero();
         expectation_rows<V>(queries.data(), last - first, key_tiles.data(), values.data(), M, columns, value_columns,
                             tau, sums.data());
+        if (unit)
+          normalize_rows<V>(sums.data(), value_columns, last - first, value_columns,
+                            inverse + (batch * H + head) * N + first);
         store_rows<V>(sums.data(), value_columns, T{1}, mutable_rows_of<In>(out), batch, head, first, last, Dv);
       }
     });
@@ -263,16 +268,18 @@ void check_all_rows(const Tensor& query, const Tensor& key, const Tensor& value,
 }
 
 // the choice of backward matters to autograd only
-Tensor expectation_attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value, int64_t hash_code_len,
-                                 bool) {
+std::tuple<Tensor, Tensor> expectation_attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                     int64_t hash_code_len, bool, bool unit) {
   check_all_rows(query, key, value, hash_code_len);
-  Tensor out = on_huge_pages(empty_heads_last(value, query.size(0), query.size(1), query.size(2), value.size(3)));
-  if (out.numel() == 0) return out;
+  const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
+  Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
+  Tensor inverse_length = empty_inverse_length(out, unit);
+  if (B * H * N == 0) return {out, inverse_length};
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_floating(query, [&](auto element) {
-    expectation_forward<decltype(element)>(rows[0], rows[1], rows[2], hash_code_len, out);
+    expectation_forward<decltype(element)>(rows[0], rows[1], rows[2], hash_code_len, unit, out, inverse_length);
   });
-  return out;
+  return {out, inverse_length};
 }
 
 std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cpu(const Tensor& grad, const Tensor& query,

@@ -1,5 +1,5 @@
 // Sampled attention: every value is added to the bucket of its key, every query reads its bucket.
-#include "simd.h"
+#include "unit_rows.h"
 
 namespace yoso {
 namespace {
@@ -141,19 +141,24 @@ void sampled_forward(const Tensor& query_codes, const Tensor& key_codes, const T
 }
 
 // query, key and the choice of backward matter to autograd only
-Tensor sampled_attention_cpu(const Tensor&, const Tensor&, const Tensor& value, const Tensor& query_codes,
-                             const Tensor& key_codes, int64_t hash_code_len, bool) {
+std::tuple<Tensor, Tensor> sampled_attention_cpu(const Tensor&, const Tensor&, const Tensor& value,
+                                                 const Tensor& query_codes, const Tensor& key_codes,
+                                                 int64_t hash_code_len, bool, bool unit) {
   check_all_codes(query_codes, key_codes, value, hash_code_len);
   const Tensor rows = dense_rows(value);
   const int64_t B = value.size(0), H = value.size(1), N = query_codes.size(3);
   Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
-  if (out.numel() == 0) return out;
-  dispatch_floating(rows, [&](auto element) {
-    dispatch_codes(query_codes, [&](auto code) {
-      sampled_forward<decltype(element), decltype(code)>(query_codes, key_codes, rows, hash_code_len, out);
+  Tensor inverse_length = empty_inverse_length(out, unit);
+  if (out.numel() > 0) {
+    dispatch_floating(rows, [&](auto element) {
+      dispatch_codes(query_codes, [&](auto code) {
+        sampled_forward<decltype(element), decltype(code)>(query_codes, key_codes, rows, hash_code_len, out);
+      });
     });
-  });
-  return out;
+  }
+  // not before: a task of the kernel has only some columns of a row
+  if (unit) scale_to_unit_rows(out, inverse_length);
+  return {out, inverse_length};
 }
 
 }  // namespace

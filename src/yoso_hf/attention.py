@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .hashing import MAX_HASH_CODE_LEN, HashFunctions
-from .ops import expectation_attention, sampled_attention, unit_rows
+from .ops import expectation_attention, sampled_attention
 
 NORMALIZATIONS = ("l2", "sum", None)
 BACKWARDS = ("sampled", "expectation", "exact")
@@ -94,12 +94,13 @@ def yoso_attention(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if normalization == "sum":
         value = torch.cat([value, value.new_ones(*value.shape[:-1], 1)], dim=-1)
+    unit = normalization == "l2"
     if expectation:
         if key_mask is not None:
             # a zero value adds nothing, and a zero key gets no gradient
             masked = ~key_mask[:, None, :, None]
             key, value = key.masked_fill(masked, 0), value.masked_fill(masked, 0)
-        out = expectation_attention(query, key, value, hash_code_len, backward == "exact")
+        out, _ = expectation_attention(query, key, value, hash_code_len, backward == "exact", unit)
     else:
         if hash_functions is None:
             hash_functions = HashFunctions.sample(
@@ -107,10 +108,10 @@ def yoso_attention(
             )
         query_codes = hash_functions.codes(query.detach())
         key_codes = hash_functions.codes(key.detach(), key_mask)
-        out = sampled_attention(query, key, value, query_codes, key_codes, hash_code_len, backward == "expectation")
-    if normalization == "l2":
-        out, _ = unit_rows(out)
-    elif normalization == "sum":
+        out, _ = sampled_attention(
+            query, key, value, query_codes, key_codes, hash_code_len, backward == "expectation", unit
+        )
+    if normalization == "sum":
         out = _divide_by_last_column(out)
     return out.to(out_dtype)
 

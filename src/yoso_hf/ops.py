@@ -20,14 +20,13 @@ SCHEMAS = {
     "hash_hadamard": "(Tensor x, Tensor parameters, Tensor? mask, int num_hash, int hash_code_len) -> Tensor",
     "hash_gaussian": "(Tensor x, Tensor parameters, Tensor? mask, int num_hash, int hash_code_len) -> Tensor",
     "sampled_attention": "(Tensor query, Tensor key, Tensor value, Tensor query_codes, Tensor key_codes, "
-    "int hash_code_len, bool expectation_backward) -> Tensor",
+    "int hash_code_len, bool expectation_backward, bool unit) -> (Tensor, Tensor)",
     "sampled_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor query_codes, "
     "Tensor key_codes, int hash_code_len) -> (Tensor, Tensor)",
-    "expectation_attention": "(Tensor query, Tensor key, Tensor value, int hash_code_len, bool exact_backward) "
-    "-> Tensor",
+    "expectation_attention": "(Tensor query, Tensor key, Tensor value, int hash_code_len, bool exact_backward, "
+    "bool unit) -> (Tensor, Tensor)",
     "expectation_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, int hash_code_len, "
     "bool exact) -> (Tensor, Tensor, Tensor)",
-    "unit_rows": "(Tensor x) -> (Tensor, Tensor)",
     "unit_rows_backward": "(Tensor grad, Tensor unit, Tensor inverse_length) -> Tensor",
 }
 
@@ -57,42 +56,56 @@ def _fake_hash(x, parameters, mask, num_hash, hash_code_len):  # noqa: ARG001
     return x.new_empty(x.shape[0], x.shape[1], num_hash, x.shape[2], dtype=dtype)
 
 
-def _fake_sampled(query, key, value, query_codes, key_codes, hash_code_len, expectation_backward):  # noqa: ARG001
-    return _empty_heads_last(value, query_codes.shape[3], value.shape[3])
+def _fake_attention(value, rows, unit):
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    inverse_length = value.new_empty((*value.shape[:2], rows) if unit else 0, dtype=dtype)
+    return _empty_heads_last(value, rows, value.shape[3]), inverse_length
+
+
+def _fake_sampled(query, key, value, query_codes, key_codes, hash_code_len, expectation_backward, unit):  # noqa: ARG001
+    return _fake_attention(value, query_codes.shape[3], unit)
 
 
 def _fake_sampled_backward(grad, query, key, value, query_codes, key_codes, hash_code_len):  # noqa: ARG001
     return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key))
 
 
-def _fake_expectation(query, key, value, hash_code_len, exact_backward):  # noqa: ARG001
-    return _empty_heads_last(value, query.shape[2], value.shape[3])
+def _fake_expectation(query, key, value, hash_code_len, exact_backward, unit):  # noqa: ARG001
+    return _fake_attention(value, query.shape[2], unit)
 
 
 def _fake_expectation_backward(grad, query, key, value, hash_code_len, exact):  # noqa: ARG001
     return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
 
 
-def _fake_unit_rows(x):
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return _empty_heads_last(x, x.shape[2], x.shape[3]), x.new_empty(x.shape[:3], dtype=dtype)
-
-
 def _fake_unit_rows_backward(grad, unit, inverse_length):  # noqa: ARG001
     return _empty_heads_last(unit, unit.shape[2], unit.shape[3])
 
 
-def _save_sampled(ctx, inputs, output):  # noqa: ARG001
-    *tensors, ctx.hash_code_len, ctx.expectation_backward = inputs
-    ctx.save_for_backward(*tensors)
+def _save(ctx, tensors, output):
+    ctx.save_for_backward(*tensors, *(output if ctx.unit else ()))
+    ctx.mark_non_differentiable(output[1])
 
 
-def _sampled_gradients(ctx, grad):
-    query, key, value, query_codes, key_codes = ctx.saved_tensors
+def _saved(ctx, grad):
+    """The gradient of the output before its rows were scaled, and the operator's tensors."""
+    if not ctx.unit:
+        return grad, ctx.saved_tensors
+    *tensors, out, inverse_length = ctx.saved_tensors
+    return unit_rows_backward(grad, out, inverse_length), tensors
+
+
+def _save_sampled(ctx, inputs, output):
+    *tensors, ctx.hash_code_len, ctx.expectation_backward, ctx.unit = inputs
+    _save(ctx, tensors, output)
+
+
+def _sampled_gradients(ctx, grad, _):
+    grad, (query, key, value, query_codes, key_codes) = _saved(ctx, grad)
     grad_query = grad_key = grad_value = None
     if ctx.needs_input_grad[2]:
         # the output is linear in value: its transpose adds up by query codes and reads by key codes
-        grad_value = sampled_attention(key, query, grad, key_codes, query_codes, ctx.hash_code_len, False)
+        grad_value, _ = sampled_attention(key, query, grad, key_codes, query_codes, ctx.hash_code_len, False, False)
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
         if ctx.expectation_backward:
             # masked keys, which are in no bucket, must not come back through the exact sum
@@ -103,25 +116,18 @@ def _sampled_gradients(ctx, grad):
             grad_query, grad_key = sampled_attention_backward(
                 grad, query, key, value, query_codes, key_codes, ctx.hash_code_len
             )
-    return grad_query, grad_key, grad_value, None, None, None, None
+    return grad_query, grad_key, grad_value, None, None, None, None, None
 
 
-def _save_expectation(ctx, inputs, output):  # noqa: ARG001
-    *tensors, ctx.hash_code_len, ctx.exact_backward = inputs
-    ctx.save_for_backward(*tensors)
+def _save_expectation(ctx, inputs, output):
+    *tensors, ctx.hash_code_len, ctx.exact_backward, ctx.unit = inputs
+    _save(ctx, tensors, output)
 
 
-def _expectation_gradients(ctx, grad):
-    gradients = expectation_attention_backward(grad, *ctx.saved_tensors, ctx.hash_code_len, ctx.exact_backward)
-    return *gradients, None, None
-
-
-def _save_unit_rows(ctx, inputs, output):  # noqa: ARG001
-    ctx.save_for_backward(*output)
-
-
-def _unit_rows_gradient(ctx, grad, _):
-    return unit_rows_backward(grad, *ctx.saved_tensors)
+def _expectation_gradients(ctx, grad, _):
+    grad, tensors = _saved(ctx, grad)
+    gradients = expectation_attention_backward(grad, *tensors, ctx.hash_code_len, ctx.exact_backward)
+    return *gradients, None, None, None
 
 
 def _register() -> torch.library.Library | None:
@@ -136,7 +142,6 @@ def _register() -> torch.library.Library | None:
         "sampled_attention_backward": _fake_sampled_backward,
         "expectation_attention": _fake_expectation,
         "expectation_attention_backward": _fake_expectation_backward,
-        "unit_rows": _fake_unit_rows,
         "unit_rows_backward": _fake_unit_rows_backward,
     }
     for name, schema in SCHEMAS.items():
@@ -147,7 +152,6 @@ def _register() -> torch.library.Library | None:
     gradients = {
         "sampled_attention": (_save_sampled, _sampled_gradients),
         "expectation_attention": (_save_expectation, _expectation_gradients),
-        "unit_rows": (_save_unit_rows, _unit_rows_gradient),
     }
     for name, (save, gradient) in gradients.items():
         torch.library.register_autograd(f"yoso_hf::{name}", gradient, setup_context=save, lib=library)
@@ -164,5 +168,4 @@ sampled_attention = torch.ops.yoso_hf.sampled_attention.default
 sampled_attention_backward = torch.ops.yoso_hf.sampled_attention_backward.default
 expectation_attention = torch.ops.yoso_hf.expectation_attention.default
 expectation_attention_backward = torch.ops.yoso_hf.expectation_attention_backward.default
-unit_rows = torch.ops.yoso_hf.unit_rows.default
 unit_rows_backward = torch.ops.yoso_hf.unit_rows_backward.default

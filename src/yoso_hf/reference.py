@@ -2,9 +2,12 @@
 
 Linear where the operators are: the sampled ones never form an N x M tensor, the exact ones work in blocks.
 Tensors: query [B, H, N, D], key [B, H, M, D], value [B, H, M, Dv], grad [B, H, N, Dv] (the gradient of the output,
-before its normalisation), query_codes [B, H, m, N], key_codes [B, H, m, M] (-1: in no bucket). With x the cosine of a
-query and a key, the kernel is p(x) = (1 - acos(x) / pi)^tau (Zeng et al., 2021); a vector of length zero has cosine 0
-with everything and gets no gradient. Everything is computed in at least float32.
+before its rows are scaled), query_codes [B, H, m, N], key_codes [B, H, m, M] (-1: in no bucket). With x the cosine of
+a query and a key, the kernel is p(x) = (1 - acos(x) / pi)^tau (Zeng et al., 2021); a vector of length zero has cosine
+0 with everything and gets no gradient. Everything is computed in at least float32.
+
+unit asks the attention operators for output rows of length one. Their second output holds what the gradient needs
+then, the inverse lengths [B, H, N] the rows had; otherwise it is empty.
 """
 
 import itertools
@@ -50,7 +53,8 @@ def sampled_attention(
     key_codes: Tensor,
     hash_code_len: int,
     expectation_backward: bool,  # noqa: ARG001
-) -> Tensor:
+    unit: bool,
+) -> tuple[Tensor, Tensor]:
     """Mean over the hash functions of the sum of the values in each query's bucket.
 
     query, key and expectation_backward matter to the gradient only, which ops.py registers.
@@ -59,7 +63,7 @@ def sampled_attention(
     out = 0
     for query_rows, key_rows, num_rows in _bucket_rows(query_codes, key_codes, hash_code_len):
         out = out + _through_buckets(source, key_rows, query_rows, num_rows)
-    return _heads_last((out / query_codes.shape[2]).unflatten(0, value.shape[:2]).to(value.dtype))
+    return _finish_output((out / query_codes.shape[2]).unflatten(0, value.shape[:2]).to(value.dtype), unit)
 
 
 def sampled_attention_backward(
@@ -95,7 +99,8 @@ def expectation_attention(
     value: Tensor,
     hash_code_len: int,
     exact_backward: bool,  # noqa: ARG001
-) -> Tensor:
+    unit: bool,
+) -> tuple[Tensor, Tensor]:
     """The expectation of sampled attention, p(query . key) value, in blocks (YOSO-E in the paper).
 
     exact_backward matters to the gradient only, which ops.py registers.
@@ -105,7 +110,7 @@ def expectation_attention(
     for rows, columns in _blocks(query.shape[2], key.shape[2]):
         weights, _ = _kernel(unit_query[:, :, rows] @ unit_key[:, :, columns].transpose(-1, -2), hash_code_len)
         out[:, :, rows] += weights @ source[:, :, columns]
-    return _heads_last(out.to(value.dtype))
+    return _finish_output(out.to(value.dtype), unit)
 
 
 def expectation_attention_backward(
@@ -142,14 +147,8 @@ def expectation_attention_backward(
     )
 
 
-def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of x [B, H, N, D] scaled to length one, and their inverse lengths [B, H, N]; zero and 0 for a zero row."""
-    inverse_length = _inverse_length(_accumulator(x))
-    return _heads_last((x * inverse_length).to(x.dtype)), inverse_length.squeeze(-1)
-
-
 def unit_rows_backward(grad: Tensor, unit: Tensor, inverse_length: Tensor) -> Tensor:
-    """The gradient of x, given that of its rows at length one: (g - (g . u) u) / |x|, and 0 for a zero row."""
+    """The gradient of x, given that of its rows u at length one: (g - (g . u) u) / |x|, and 0 for a zero row."""
     g, u = _accumulator(grad), _accumulator(unit)
     return _heads_last(((g - (g * u).sum(-1, keepdim=True) * u) * inverse_length[..., None]).to(unit.dtype))
 
@@ -249,17 +248,24 @@ def _kernel(cosine: Tensor, hash_code_len: int, exact: bool = False) -> tuple[Te
     return weights, torch.where(sine > 0, slope, 0)
 
 
-def _inverse_length(x: Tensor) -> Tensor:
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.where(length > 0, 1 / length, 0)
+def _unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of x scaled to length one, and their inverse lengths; zero and 0 for a zero row."""
+    length = torch.linalg.vector_norm(_accumulator(x), dim=-1)
+    inverse_length = torch.where(length > 0, 1 / length, 0)
+    return (x * inverse_length[..., None]).to(x.dtype), inverse_length
 
 
 def _wide_unit_rows(x: Tensor) -> Tensor:
-    return unit_rows(_accumulator(x))[0]
+    return _unit_rows(_accumulator(x))[0]
 
 
 def _through_unit_rows(x: Tensor, grad: Tensor) -> Tensor:
-    return unit_rows_backward(grad, *unit_rows(_accumulator(x))).to(x.dtype)
+    return unit_rows_backward(grad, *_unit_rows(_accumulator(x))).to(x.dtype)
+
+
+def _finish_output(out: Tensor, unit: bool) -> tuple[Tensor, Tensor]:
+    out, inverse_length = _unit_rows(out) if unit else (out, _accumulator(out.new_empty(0)))
+    return _heads_last(out), inverse_length
 
 
 # by the operators' names
@@ -272,7 +278,6 @@ DEFINITIONS = {
         sampled_attention_backward,
         expectation_attention,
         expectation_attention_backward,
-        unit_rows,
         unit_rows_backward,
     )
 }
