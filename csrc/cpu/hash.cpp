@@ -207,7 +207,7 @@ Tensor hash_cpu(const Tensor& input, const Tensor& parameters, const std::option
   }
   const bool* mask_data = mask.has_value() ? static_cast<const bool*>(mask->const_data_ptr()) : nullptr;
   const Tensor x = dense_rows(input);
-  Tensor out = torch::stable::new_empty(x, {B, H, num_hash, N}, code_dtype(hash_code_len));
+  Tensor out = on_huge_pages(torch::stable::new_empty(x, {B, H, num_hash, N}, code_dtype(hash_code_len)));
   dispatch_floating(x, [&](auto element) {
     dispatch_codes(out, [&](auto code) {
       hash_rows<decltype(element), decltype(code)>(x, parameters, mask_data, use_hadamard, num_hash, hash_code_len,

@@ -21,18 +21,20 @@ template <class T>
 struct Side {
   const int64_t count, columns, other_columns, stride;
   Buffer<T> rows, inverse_length;
-  // order[ends[c - 1] .. ends[c]) are the rows with code c
-  Buffer<int32_t> order, ends;
+  const int64_t table_size;
+  // for each hash function: order[ends[c - 1] .. ends[c]) are the rows with code c
+  Buffer<int32_t> all_orders, all_ends;
 
-  Side(int64_t count, int64_t columns, int64_t other_columns, int64_t table_size)
+  Side(int64_t count, int64_t columns, int64_t other_columns, int64_t num_hash, int64_t table_size)
       : count(count),
         columns(columns),
         other_columns(other_columns),
         stride(2 * columns + other_columns),
         rows(count * stride),
         inverse_length(count),
-        order(count),
-        ends(table_size) {}
+        table_size(table_size),
+        all_orders(num_hash * count),
+        all_ends(num_hash * table_size) {}
 
   T* unit() { return rows.data(); }
   T* other() { return rows.data() + columns; }
@@ -56,16 +58,20 @@ struct Side {
     store_rows<V>(sum() + offset, stride, T{1}, mutable_rows_of<In>(out), batch, head, begin, end, out.size(3));
   }
 
+  const int32_t* order(int64_t hash) const { return all_orders.data() + hash * count; }
+  const int32_t* ends(int64_t hash) const { return all_ends.data() + hash * table_size; }
+
   // counting sort; codes outside the table are left out
   template <class Code>
-  void sort(const Code* codes, uint32_t table_size) {
-    ends.zero();
+  void sort(const Code* codes, int64_t hash) {
+    int32_t *order = all_orders.data() + hash * count, *ends = all_ends.data() + hash * table_size;
+    std::memset(ends, 0, table_size * sizeof(int32_t));
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t code = static_cast<uint32_t>(codes[i]);
       if (code < table_size) ++ends[code];
     }
     int32_t begin = 0;
-    for (uint32_t code = 0; code < table_size; ++code) {
+    for (int64_t code = 0; code < table_size; ++code) {
       const int32_t size = ends[code];
       ends[code] = begin;
       begin += size;
@@ -75,8 +81,6 @@ struct Side {
       if (code < table_size) order[ends[code]++] = static_cast<int32_t>(i);
     }
   }
-
-  int64_t begin_of(int64_t code) const { return code == 0 ? 0 : ends[code - 1]; }
 };
 
 // What one thread needs beside the rows.
@@ -160,47 +164,53 @@ YOSO_INLINE void add_through_products(Side<T>& queries, const int32_t* query_ord
 }
 
 template <class T>
-YOSO_INLINE void prefetch_rows(Side<T>& side, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i) prefetch(side.unit() + side.order[i] * side.stride, side.stride);
+YOSO_INLINE void prefetch_rows(Side<T>& side, const int32_t* order, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < std::min(end, begin + kTileRows); ++i)
+    prefetch(side.unit() + order[i] * side.stride, side.stride);
 }
 
-// Adds the buckets of the codes from `begin` to `end`, each in the cheaper order of multiplication.
+// Adds a hash function's buckets of the codes from `begin` to `end`, each in the cheaper order of multiplication.
 template <class V, class T = Element<V>>
-YOSO_INLINE void add_buckets(Side<T>& queries, Side<T>& keys, int64_t begin, int64_t end, Scratch<T>& scratch) {
+YOSO_INLINE void add_buckets(Side<T>& queries, Side<T>& keys, int64_t hash, int64_t begin, int64_t end,
+                             Scratch<T>& scratch) {
   const int64_t D = queries.columns, Dv = queries.other_columns;
-  const bool prefetch = (queries.count + keys.count) * queries.stride * int64_t{sizeof(T)} > kPrefetchBytes;
-  int64_t q = queries.begin_of(begin), k = keys.begin_of(begin);
+  const bool is_far = (queries.count + keys.count) * queries.stride * int64_t{sizeof(T)} > kPrefetchBytes;
+  const int32_t *query_ends = queries.ends(hash), *key_ends = keys.ends(hash);
+  const int32_t *query_order = queries.order(hash), *key_order = keys.order(hash);
+  int64_t q = begin == 0 ? 0 : query_ends[begin - 1], k = begin == 0 ? 0 : key_ends[begin - 1];
   for (int64_t code = begin; code < end; ++code) {
-    const int64_t nq = queries.ends[code] - q, nk = keys.ends[code] - k;
-    const int32_t *query_order = queries.order.data() + q, *key_order = keys.order.data() + k;
-    if (prefetch && code + 1 < end) {
-      prefetch_rows(queries, q + nq, std::min<int64_t>(queries.ends[code + 1], q + nq + kTileRows));
-      prefetch_rows(keys, k + nk, std::min<int64_t>(keys.ends[code + 1], k + nk + kTileRows));
+    const int64_t query_end = query_ends[code], key_end = key_ends[code], nq = query_end - q, nk = key_end - k;
+    if (is_far && code + 1 < end) {
+      prefetch_rows(queries, query_order, query_end, query_ends[code + 1]);
+      prefetch_rows(keys, key_order, key_end, key_ends[code + 1]);
     }
     if (nq > 0 && nk > 0) {
       if (nq * nk * (2 * D + Dv) <= 2 * (nq + nk) * D * Dv)
-        add_pairs<V>(queries, query_order, nq, keys, key_order, nk, scratch);
+        add_pairs<V>(queries, query_order + q, nq, keys, key_order + k, nk, scratch);
       else
-        add_through_products<V>(queries, query_order, nq, keys, key_order, nk, scratch);
+        add_through_products<V>(queries, query_order + q, nq, keys, key_order + k, nk, scratch);
     }
-    q += nq;
-    k += nk;
+    q = query_end;
+    k = key_end;
   }
 }
 
 // The first code of part `part` of `parts`, with about the same number of rows in each.
 template <class T>
-int64_t first_code(const Side<T>& queries, const Side<T>& keys, int64_t table_size, int64_t part, int64_t parts) {
-  const int64_t rows = queries.ends[table_size - 1] + keys.ends[table_size - 1];
-  int64_t low = 0, high = table_size;
+int64_t first_code(const Side<T>& queries, const Side<T>& keys, int64_t hash, int64_t part, int64_t parts) {
+  if (part == 0) return 0;
+  const int64_t codes = queries.table_size;
+  const int32_t *query_ends = queries.ends(hash), *key_ends = keys.ends(hash);
+  const int64_t rows = int64_t{query_ends[codes - 1]} + key_ends[codes - 1];
+  int64_t low = 0, high = codes;
   while (low < high) {
     const int64_t code = (low + high) / 2;
-    if ((queries.begin_of(code) + keys.begin_of(code)) * parts < rows * part)
+    if ((int64_t{query_ends[code]} + key_ends[code]) * parts < rows * part)
       low = code + 1;
     else
       high = code;
   }
-  return part == parts ? table_size : low;
+  return part == parts ? codes : low;
 }
 
 template <class In, class Code>
@@ -219,7 +229,7 @@ void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key
   // The parallel loops within run one after the other where the loop over heads is parallel already. No two buckets
   // of a hash function share a row, so the result does not depend on how they are divided.
   auto add_heads = [&](int64_t begin, int64_t end) {
-    Side<T> queries(N, columns, value_columns, table_size), keys(M, columns, value_columns, table_size);
+    Side<T> queries(N, columns, value_columns, m, table_size), keys(M, columns, value_columns, m, table_size);
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
       const int64_t batch = batch_head / H, head = batch_head % H;
       parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
@@ -229,20 +239,22 @@ void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key
           if (last > N) keys.template load<V, In>(key, value, batch, head, std::max(first, N) - N, last - N);
         });
       });
-      for (int64_t hash = 0; hash < m; ++hash) {
-        parallel_for(0, 2, 1, [&](int64_t first, int64_t last) {
-          if (first == 0) queries.sort(all_query_codes + (batch_head * m + hash) * N, table_size);
-          if (last == 2) keys.sort(all_key_codes + (batch_head * m + hash) * M, table_size);
-        });
+      parallel_for(0, 2 * m, 1, [&](int64_t first, int64_t last) {
+        for (int64_t task = first; task < last; ++task)
+          if (task < m)
+            queries.sort(all_query_codes + (batch_head * m + task) * N, task);
+          else
+            keys.sort(all_key_codes + (batch_head * m + task - m) * M, task - m);
+      });
+      for (int64_t hash = 0; hash < m; ++hash)
         parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
           Scratch<T> scratch(columns, value_columns);
-          const int64_t first_bucket = first_code(queries, keys, table_size, first, threads);
-          const int64_t last_bucket = first_code(queries, keys, table_size, last, threads);
+          const int64_t first_bucket = first_code(queries, keys, hash, first, threads);
+          const int64_t last_bucket = first_code(queries, keys, hash, last, threads);
           vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-            add_buckets<Vector<T, bytes()>>(queries, keys, first_bucket, last_bucket, scratch);
+            add_buckets<Vector<T, bytes()>>(queries, keys, hash, first_bucket, last_bucket, scratch);
           });
         });
-      }
       parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
           using V = Vector<T, bytes()>;
@@ -274,8 +286,9 @@ std::tuple<Tensor, Tensor> sampled_attention_backward_cpu(const Tensor& grad, co
   check_rows(value, "value", value, value.size(2), dtype);
   STD_TORCH_CHECK(query.size(3) == key.size(3), "query and key must agree in head_dim");
   STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
-  Tensor grad_query = empty_heads_last(query, query.size(0), query.size(1), query.size(2), query.size(3));
-  Tensor grad_key = empty_heads_last(key, key.size(0), key.size(1), key.size(2), key.size(3));
+  const int64_t B = query.size(0), H = query.size(1), D = query.size(3);
+  Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, query.size(2), D));
+  Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, key.size(2), D));
   if (grad_query.numel() == 0 && grad_key.numel() == 0) return {grad_query, grad_key};
   const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_floating(query, [&](auto element) {
