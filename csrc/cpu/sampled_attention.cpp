@@ -8,6 +8,8 @@ namespace {
 // second-level cache.
 constexpr int64_t kSliceBytes = 128;
 constexpr int64_t kTableBytes = 512 * 1024;
+// narrower slices where those of all threads would overflow a third-level cache
+constexpr int64_t kFarBytes = 24 << 20;
 
 // Adds each of `count` rows of W vectors to its bucket of each of G tables. Codes outside a table are in no bucket.
 template <class V, int W, int G, class Code>
@@ -110,17 +112,18 @@ void sampled_forward(const Tensor& query_codes, const Tensor& key_codes, const T
   const Code* all_key_codes = static_cast<const Code*>(key_codes.const_data_ptr());
   // columns do not interact, so a task is a slice of a head's
   constexpr int64_t kColumns = kSliceBytes / sizeof(T);
-  const int64_t slices = (Dv + kColumns - 1) / kColumns;
+  const bool narrow = (M + N) * kSliceBytes * torch::stable::get_num_threads() > kFarBytes;
+  const int64_t slice = narrow ? kRowQuantum : kColumns, slices = (Dv + slice - 1) / slice;
   const int64_t num_tables = std::clamp<int64_t>(kTableBytes / (table_size * kSliceBytes), 1, std::min<int64_t>(m, 8));
   torch::stable::parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
-    Buffer<T> memory((M + N + num_tables * table_size) * kColumns);
-    T *values = memory.data(), *sums = values + M * kColumns, *tables = sums + N * kColumns;
+    Buffer<T> memory((M + N + num_tables * table_size) * slice);
+    T *values = memory.data(), *sums = values + M * slice, *tables = sums + N * slice;
     vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
       using V = Vector<T, bytes()>;
       constexpr int kVectors = kSliceBytes / bytes();
       for (int64_t task = begin; task < end; ++task) {
         const int64_t batch_head = task / slices, batch = batch_head / H, head = batch_head % H;
-        const int64_t first = task % slices * kColumns, width = std::min(kColumns, Dv - first);
+        const int64_t first = task % slices * slice, width = std::min(slice, Dv - first);
         const Code *keys = all_key_codes + batch_head * m * M, *queries = all_query_codes + batch_head * m * N;
         Rows<const In> from = rows_of<In>(value);
         Rows<In> to = mutable_rows_of<In>(out);
