@@ -9,8 +9,6 @@ constexpr int64_t kTileRows = 64;
 // from this many keys on, products with a transposed tile cost less than sums over lanes
 constexpr int64_t kTransposedKeys = 24;
 
-// rows of both sides that do not fit a second-level cache are fetched one bucket ahead
-constexpr int64_t kPrefetchBytes = 2 << 20;
 // where the rows of a head for every thread would overflow a third-level cache, threads share one head
 constexpr int64_t kSharedBytes = 24 << 20;
 constexpr int64_t kSharedRows = 1024;
@@ -86,10 +84,12 @@ struct Side {
 // What one thread needs beside the rows.
 template <class T>
 struct Scratch {
+  Buffer<int32_t> codes;
   Buffer<T> weights, tile, grad_query_product, value_key_product;
 
-  Scratch(int64_t columns, int64_t value_columns)
-      : weights(kTileRows * kTileRows),
+  Scratch(int64_t columns, int64_t value_columns, int64_t table_size)
+      : codes(table_size),
+        weights(kTileRows * kTileRows),
         tile(kTileRows * value_columns),
         grad_query_product(value_columns * columns),
         value_key_product(value_columns * columns) {}
@@ -164,9 +164,8 @@ YOSO_INLINE void add_through_products(Side<T>& queries, const int32_t* query_ord
 }
 
 template <class T>
-YOSO_INLINE void prefetch_rows(Side<T>& side, const int32_t* order, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < std::min(end, begin + kTileRows); ++i)
-    prefetch(side.unit() + order[i] * side.stride, side.stride);
+YOSO_INLINE void prefetch_rows(Side<T>& side, const int32_t* order, int64_t count) {
+  for (int64_t i = 0; i < std::min(count, kTileRows); ++i) prefetch(side.unit() + order[i] * side.stride, side.stride);
 }
 
 // Adds a hash function's buckets of the codes from `begin` to `end`, each in the cheaper order of multiplication.
@@ -174,24 +173,31 @@ template <class V, class T = Element<V>>
 YOSO_INLINE void add_buckets(Side<T>& queries, Side<T>& keys, int64_t hash, int64_t begin, int64_t end,
                              Scratch<T>& scratch) {
   const int64_t D = queries.columns, Dv = queries.other_columns;
-  const bool is_far = (queries.count + keys.count) * queries.stride * int64_t{sizeof(T)} > kPrefetchBytes;
   const int32_t *query_ends = queries.ends(hash), *key_ends = keys.ends(hash);
   const int32_t *query_order = queries.order(hash), *key_order = keys.order(hash);
-  int64_t q = begin == 0 ? 0 : query_ends[begin - 1], k = begin == 0 ? 0 : key_ends[begin - 1];
+  const auto begin_of = [](const int32_t* ends, int64_t code) { return code == 0 ? 0 : ends[code - 1]; };
+  // which buckets have both queries and keys cannot be foretold: list them without a branch
+  int32_t* codes = scratch.codes.data();
+  int64_t num_codes = 0;
+  int32_t q = begin_of(query_ends, begin), k = begin_of(key_ends, begin);
   for (int64_t code = begin; code < end; ++code) {
-    const int64_t query_end = query_ends[code], key_end = key_ends[code], nq = query_end - q, nk = key_end - k;
-    if (is_far && code + 1 < end) {
-      prefetch_rows(queries, query_order, query_end, query_ends[code + 1]);
-      prefetch_rows(keys, key_order, key_end, key_ends[code + 1]);
+    codes[num_codes] = static_cast<int32_t>(code);
+    num_codes += (query_ends[code] > q) & (key_ends[code] > k);
+    q = query_ends[code];
+    k = key_ends[code];
+  }
+  for (int64_t i = 0; i < num_codes; ++i) {
+    if (i + 1 < num_codes) {
+      const int64_t next = codes[i + 1], next_q = begin_of(query_ends, next), next_k = begin_of(key_ends, next);
+      prefetch_rows(queries, query_order + next_q, query_ends[next] - next_q);
+      prefetch_rows(keys, key_order + next_k, key_ends[next] - next_k);
     }
-    if (nq > 0 && nk > 0) {
-      if (nq * nk * (2 * D + Dv) <= 2 * (nq + nk) * D * Dv)
-        add_pairs<V>(queries, query_order + q, nq, keys, key_order + k, nk, scratch);
-      else
-        add_through_products<V>(queries, query_order + q, nq, keys, key_order + k, nk, scratch);
-    }
-    q = query_end;
-    k = key_end;
+    const int64_t code = codes[i], first_q = begin_of(query_ends, code), first_k = begin_of(key_ends, code);
+    const int64_t nq = query_ends[code] - first_q, nk = key_ends[code] - first_k;
+    if (nq * nk * (2 * D + Dv) <= 2 * (nq + nk) * D * Dv)
+      add_pairs<V>(queries, query_order + first_q, nq, keys, key_order + first_k, nk, scratch);
+    else
+      add_through_products<V>(queries, query_order + first_q, nq, keys, key_order + first_k, nk, scratch);
   }
 }
 
@@ -248,7 +254,7 @@ void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key
       });
       for (int64_t hash = 0; hash < m; ++hash)
         parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
-          Scratch<T> scratch(columns, value_columns);
+          Scratch<T> scratch(columns, value_columns, table_size);
           const int64_t first_bucket = first_code(queries, keys, hash, first, threads);
           const int64_t last_bucket = first_code(queries, keys, hash, last, threads);
           vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
