@@ -251,6 +251,8 @@ def machine() -> dict[str, Any]:
         "commit": _git("rev-parse", "--short=10", "HEAD") + ("+" if changed else ""),
         "processor": processor,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        # of the kernels, which ops has loaded where there are any
+        "kernels_cpu_capability": getattr(sys.modules.get("yoso_hf._C"), "cpu_capability", None),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "compiled_backends": sorted(ops.compiled_backends()),

@@ -2,14 +2,13 @@
 #pragma once
 
 #include "../common.h"
+#include "../cpu_capability.h"
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
-#include <string_view>
 #include <type_traits>
 #include <utility>
 
@@ -22,29 +21,6 @@
 #define YOSO_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace yoso {
-
-enum class Capability { kPortable, kAvx2, kAvx512 };
-
-// The best of the three that the processor has and that ATEN_CPU_CAPABILITY, torch's own setting, allows.
-inline Capability cpu_capability() {
-  static const Capability capability = [] {
-    Capability best = Capability::kPortable;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
-      best = Capability::kAvx2;
-    if (best == Capability::kAvx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-      best = Capability::kAvx512;
-#endif
-    const char* setting = std::getenv("ATEN_CPU_CAPABILITY");
-    const std::string_view limit = setting == nullptr ? "" : setting;
-    if (limit == "default") return Capability::kPortable;
-    if (limit == "avx2") return std::min(best, Capability::kAvx2);
-    return best;
-  }();
-  return capability;
-}
 
 // The width of the vectors a kernel is compiled for: one register of AVX-512, AVX2, or SSE and NEON.
 template <int Bytes>
@@ -263,12 +239,10 @@ struct PickedRows {
 
 template <class V, int R, int C, class A, class B, class To>
 YOSO_INLINE void multiply_tile(int64_t K, A a, int64_t a_step, B b, To c, int64_t i, int64_t j) {
-  V sum[R][C];
+  // from zero: small sums, added up to c last, are rounded less than a long one
+  V sum[R][C] = {};
   const Element<V>* factors[R];
-  for (int r = 0; r < R; ++r) {
-    factors[r] = a[i + r];
-    for (int v = 0; v < C; ++v) sum[r][v] = load<V>(c[i + r] + j + v * kLanes<V>);
-  }
+  for (int r = 0; r < R; ++r) factors[r] = a[i + r];
   for (int64_t k = 0; k < K; ++k) {
     V row[C];
     for (int v = 0; v < C; ++v) row[v] = load<V>(b[k] + j + v * kLanes<V>);
@@ -278,7 +252,10 @@ YOSO_INLINE void multiply_tile(int64_t K, A a, int64_t a_step, B b, To c, int64_
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < C; ++v) store<V>(c[i + r] + j + v * kLanes<V>, sum[r][v]);
+    for (int v = 0; v < C; ++v) {
+      Element<V>* to = c[i + r] + j + v * kLanes<V>;
+      store<V>(to, load<V>(to) + sum[r][v]);
+    }
 }
 
 template <class V, int C, class A, class B, class To>
