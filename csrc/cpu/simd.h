@@ -144,7 +144,6 @@ class Buffer {
   const T* data() const { return data_.get(); }
   T& operator[](int64_t i) { return data_.get()[i]; }
   const T& operator[](int64_t i) const { return data_.get()[i]; }
-  int64_t size() const { return size_; }
   void zero() { std::memset(static_cast<void*>(data_.get()), 0, size_ * sizeof(T)); }
 
  private:
