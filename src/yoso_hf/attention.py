@@ -16,7 +16,7 @@ EXPECTATIONS = (True, False, "auto")
 #     python benchmarks/bench_attention.py --groups lengths --lengths 256 320 384 512
 # (CPU, float32, m = 32, tau = 9, D = 64): the length at which "yoso" and "yoso expectation" cross, between that of
 # the forward and that of forward with backward, divided by m.
-EXACT_TOKENS_PER_HASH = 10
+EXACT_TOKENS_PER_HASH = 11
 
 
 def exact_is_cheaper(num_queries: int, num_keys: int, num_hash: int) -> bool:
