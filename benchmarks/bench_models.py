@@ -233,9 +233,9 @@ PEERS = (Bert, TransformersYoso, Nystromformer, Longformer, BigBird, Reformer)
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(9, 15)])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(9, 14)])
     parser.add_argument("--pair_lengths", type=int, nargs="*", default=[512, 4096], help="yoso and value itself only")
-    parser.add_argument("--limit", type=float, default=20, help="seconds of a peer's step")
+    parser.add_argument("--limit", type=float, default=8, help="seconds of a peer's step")
     # calls are long, and cases many
     parser.set_defaults(seconds=1)
     args = parser.parse_args()

@@ -8,8 +8,6 @@ namespace {
 // second-level cache.
 constexpr int64_t kSliceBytes = 128;
 constexpr int64_t kTableBytes = 512 * 1024;
-// narrower slices where those of all threads would overflow a third-level cache
-constexpr int64_t kFarBytes = 24 << 20;
 
 // Adds each of `count` rows of W vectors to its bucket of each of G tables. Codes outside a table are in no bucket.
 template <class V, int W, int G, class Code>
@@ -112,7 +110,8 @@ void sampled_forward(const Tensor& query_codes, const Tensor& key_codes, const T
   const Code* all_key_codes = static_cast<const Code*>(key_codes.const_data_ptr());
   // columns do not interact, so a task is a slice of a head's
   constexpr int64_t kColumns = kSliceBytes / sizeof(T);
-  const bool narrow = (M + N) * kSliceBytes * torch::stable::get_num_threads() > kFarBytes;
+  // narrower slices where those of all threads would leave the cache
+  const bool narrow = (M + N) * kSliceBytes * torch::stable::get_num_threads() > kThirdLevelBytes;
   const int64_t slice = narrow ? kRowQuantum : kColumns, slices = (Dv + slice - 1) / slice;
   const int64_t num_tables = std::clamp<int64_t>(kTableBytes / (table_size * kSliceBytes), 1, std::min<int64_t>(m, 8));
   torch::stable::parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {

@@ -8,9 +8,7 @@ namespace {
 constexpr int64_t kTileRows = 64;
 // from this many keys on, products with a transposed tile cost less than sums over lanes
 constexpr int64_t kTransposedKeys = 24;
-
-// where the rows of a head for every thread would overflow a third-level cache, threads share one head
-constexpr int64_t kSharedBytes = 24 << 20;
+// heads with fewer rows are not shared among threads
 constexpr int64_t kSharedRows = 1024;
 
 // One side of the backward pass: the queries with the output's gradient, or the keys with the values. A row holds
@@ -273,9 +271,9 @@ void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key
   };
   const int64_t rounds = (B * H + threads - 1) / threads;
   const int64_t head_bytes = (N + M) * (2 * columns + value_columns) * int64_t{sizeof(T)};
-  // too few heads would leave threads idle; in short ones there is nothing to share
+  // threads share a head where too few heads would leave some idle, or where one for each would leave the cache
   const bool few = 4 * B * H < 3 * rounds * threads;
-  if (N + M < kSharedRows || (!few && head_bytes * threads <= kSharedBytes))
+  if (N + M < kSharedRows || (!few && head_bytes * threads <= kThirdLevelBytes))
     parallel_for(0, B * H, 1, add_heads);
   else
     add_heads(0, B * H);

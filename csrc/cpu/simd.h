@@ -109,7 +109,11 @@ YOSO_INLINE void store_as(Half* to, V x) {
 constexpr int64_t kRowQuantum = 16;
 inline int64_t padded(int64_t columns) { return (columns + kRowQuantum - 1) / kRowQuantum * kRowQuantum; }
 
+// rows of a strided tensor are fetched this many ahead
 constexpr int64_t kRowsAhead = 16;
+
+// what the rows of all threads may take before they overflow a third-level cache
+constexpr int64_t kThirdLevelBytes = 24 << 20;
 
 constexpr size_t kHugePage = 1 << 21;
 
