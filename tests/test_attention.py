@@ -351,7 +351,16 @@ def test_expectation_at_16384_stays_under_a_gigabyte(path):
     ("change", "message"),
     [
         ({"hash_code_len": 0}, "hash_code_len must be in 1..16, got 0"),
-        ({"hash_code_len": 17, "expectation": True}, "hash_code_len must be in 1..16, got 17"),
+        ({"hash_code_len": 17}, "hash_code_len must be in 1..16, got 17"),
+        ({"hash_code_len": 17, "expectation": "auto"}, "hash_code_len must be in 1..16, got 17"),
+        ({"hash_code_len": 33, "expectation": True}, "hash_code_len must be in 1..32, got 33"),
+        ({"hash_code_len": [4, 17, 4]}, r"hash_code_len must be in 1..16, got \[4, 17, 4\]"),
+        ({"hash_code_len": [4, 5]}, "hash_code_len must be one number or 3, one for each head, got 2"),
+        (
+            {"hash_code_len": [4, 5, 6], "hash_functions": HashFunctions.sample(3, 16, 4, 5)},
+            r"hash_code_len must be at most that of hash_functions, 5, got \[4, 5, 6\]",
+        ),
+        ({"similarity": "euclidean"}, "similarity must be one of .*, got 'euclidean'"),
         ({"num_hash": 0}, "num_hash must be at least 1, got 0"),
         (
             {"query": torch.zeros(3, 20, 16)},

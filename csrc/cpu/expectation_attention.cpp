@@ -260,7 +260,8 @@ void expectation_backward(const Tensor& grad, const Tensor& query, const Tensor&
 }
 
 void check_all_rows(const Tensor& query, const Tensor& key, const Tensor& value, int64_t hash_code_len) {
-  check_hash_sizes(1, hash_code_len);
+  // nothing is hashed: no code has to hold this many bits
+  STD_TORCH_CHECK(hash_code_len >= 1 && hash_code_len <= 32, "hash_code_len must be in 1..32, got ", hash_code_len);
   STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4, "query and key must have shape [B, H, rows, D]");
   check_rows(key, "key", query, key.size(2), query.scalar_type());
   check_rows(value, "value", query, key.size(2), query.scalar_type());

@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from .attention import yoso_attention
+from .attention_interface import register_attention
 from .configuration_yoso import YosoConfig
 from .hashing import HashFunctions
 from .modeling_yoso import (
@@ -33,6 +34,7 @@ AutoModelForQuestionAnswering.register(YosoConfig, YosoForQuestionAnswering, exi
 AutoModelForSequenceClassification.register(YosoConfig, YosoForSequenceClassification, exist_ok=True)
 AutoModelForTokenClassification.register(YosoConfig, YosoForTokenClassification, exist_ok=True)
 AutoTokenizer.register(YosoConfig, RobertaTokenizer, exist_ok=True)
+register_attention()
 
 __all__ = [
     "HashFunctions",

@@ -1,14 +1,20 @@
 """yoso_attention, the one attention function."""
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .hashing import MAX_HASH_CODE_LEN, HashFunctions
 from .ops import expectation_attention, sampled_attention
 
+# where nothing is hashed, hash_code_len is only the power of the kernel
+MAX_EXACT_HASH_CODE_LEN = 32
 NORMALIZATIONS = ("l2", "sum", None)
+SIMILARITIES = ("cosine", "dot_product")
 BACKWARDS = ("sampled", "expectation", "exact")
 EXPECTATIONS = (True, False, "auto")
 
@@ -40,12 +46,13 @@ def yoso_attention(
     value: Tensor,
     key_mask: Tensor | None = None,
     *,
-    hash_code_len: int = 9,
+    hash_code_len: int | Sequence[int] = 9,
     num_hash: int = 32,
     expectation: bool | Literal["auto"] = False,
     hash_functions: HashFunctions | None = None,
-    normalization: str | None = "l2",
-    backward: str = "sampled",
+    normalization: Literal["l2", "sum"] | None = "l2",
+    backward: Literal["sampled", "expectation", "exact"] = "sampled",
+    similarity: Literal["cosine", "dot_product"] = "cosine",
 ) -> Tensor:
     """Attention whose weights are collisions of random hash codes, linear in the sequence length (Zeng et al., 2021).
 
@@ -58,19 +65,26 @@ def yoso_attention(
         key: [B, H, M, D].
         value: [B, H, M, Dv], Dv >= 1.
         key_mask: bool [B, M], True for a real token; a masked key adds nothing. None: all are real.
-        hash_code_len: tau, bits of a code, 1..16: the higher, the sharper the attention.
+        hash_code_len: tau, bits of a code, 1..16 (1..32 with expectation=True): the higher, the sharper the
+            attention. A sequence of H numbers gives every head its own.
         num_hash: m, the number of hash functions, >= 1: the higher, the less noise, at a cost in proportion.
         expectation: True for the expectation itself: O(N M) time, O(N + M) memory, no randomness. "auto": the
             same where exact_is_cheaper says so, else sampled; padding counts there, so an output may depend on how
             far its inputs are padded.
         hash_functions: the hash functions, whose sizes replace num_hash and hash_code_len; None: drawn from torch's
-            global generator. Nothing is drawn or hashed where the expectation is computed.
+            global generator. With a sequence in hash_code_len, a head's codes are their first so many bits. Nothing
+            is drawn or hashed where the expectation is computed.
         normalization: "l2": output rows have length one, as in the paper; "sum": they are divided by the sum of their
             weights; None: neither. A row without any weight is zero, and so is its gradient.
         backward: the gradient of query and key. "sampled": the lower bound (tau / 2) p of the kernel's slope,
             with p sampled, linear in time; "expectation": the same bound with p exact, O(N M);
             "exact": the true derivative, only with expectation=True. With expectation=True nothing is sampled, and
             "sampled" means "expectation". The gradient of value is always the true one.
+        similarity: what x is. "cosine": the cosine of query and key. "dot_product": the dot product of query and
+            key, as in softmax attention, less the mean of the query's dot products with all keys, over the product
+            of the largest lengths among queries and (centred) keys: vectors get a coordinate more each, which
+            makes them equally long. With N = M, masked positions do not count as queries either. All x
+            are closer to 0, so that the same sharpness takes a higher hash_code_len, and more samples.
 
     Returns:
         [B, H, N, Dv], in value's dtype.
@@ -78,42 +92,121 @@ def yoso_attention(
     Raises:
         ValueError: an argument out of range, or shapes, dtypes or devices that do not fit; the message names it.
     """
-    _check(query, key, value, key_mask, normalization, backward, expectation)
+    _check(query, key, value, key_mask, normalization, backward, expectation, similarity)
+    heads, head_dim = query.shape[1], query.shape[3]
+    if similarity == "dot_product":
+        head_dim += 2
     if hash_functions is not None:
-        _check_hash_functions(hash_functions, query)
-        hash_code_len, num_hash = hash_functions.hash_code_len, hash_functions.num_hash
-    if not 1 <= hash_code_len <= MAX_HASH_CODE_LEN:
-        raise ValueError(f"hash_code_len must be in 1..{MAX_HASH_CODE_LEN}, got {hash_code_len}")
+        _check_hash_functions(hash_functions, query, head_dim)
+        num_hash = hash_functions.num_hash
+        if isinstance(hash_code_len, int):
+            hash_code_len = hash_functions.hash_code_len
     if num_hash < 1:
         raise ValueError(f"num_hash must be at least 1, got {num_hash}")
+    _check_hash_code_len(hash_code_len, heads, expectation, hash_functions)
     if expectation == "auto":
         expectation = exact_is_cheaper(query.shape[2], key.shape[2], num_hash)
 
-    out_dtype, head_dim = value.dtype, query.shape[-1]
+    out_dtype = value.dtype
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if similarity == "dot_product":
+        query, key = _equally_long(query, key, key_mask)
     if normalization == "sum":
         value = torch.cat([value, value.new_ones(*value.shape[:-1], 1)], dim=-1)
     unit = normalization == "l2"
-    if expectation:
-        if key_mask is not None:
-            # a zero value adds nothing, and a zero key gets no gradient
-            masked = ~key_mask[:, None, :, None]
-            key, value = key.masked_fill(masked, 0), value.masked_fill(masked, 0)
-        out, _ = expectation_attention(query, key, value, hash_code_len, backward == "exact", unit)
+    if expectation and key_mask is not None:
+        # a zero value adds nothing, and a zero key gets no gradient
+        masked = ~key_mask[:, None, :, None]
+        key, value = key.masked_fill(masked, 0), value.masked_fill(masked, 0)
+
+    def of_heads(query: Tensor, key: Tensor, value: Tensor, hash_code_len: int, functions: HashFunctions | None):
+        if expectation:
+            out, _ = expectation_attention(query, key, value, hash_code_len, backward == "exact", unit)
+            return out
+        if functions is None:
+            sizes = (query.shape[1], head_dim, num_hash, hash_code_len)
+            functions = HashFunctions.sample(*sizes, device=query.device)
+        query_codes = functions.codes(query.detach())
+        key_codes = functions.codes(key.detach(), key_mask)
+        exact_sum = backward == "expectation"
+        out, _ = sampled_attention(query, key, value, query_codes, key_codes, hash_code_len, exact_sum, unit)
+        return out
+
+    if isinstance(hash_code_len, int):
+        out = of_heads(query, key, value, hash_code_len, hash_functions)
     else:
-        if hash_functions is None:
-            hash_functions = HashFunctions.sample(
-                query.shape[1], head_dim, num_hash, hash_code_len, device=query.device
-            )
-        query_codes = hash_functions.codes(query.detach())
-        key_codes = hash_functions.codes(key.detach(), key_mask)
-        out, _ = sampled_attention(
-            query, key, value, query_codes, key_codes, hash_code_len, backward == "expectation", unit
-        )
+        # heads of the same length together
+        order, outs = [], []
+        for length in sorted(set(hash_code_len)):
+            chosen = [head for head in range(heads) if hash_code_len[head] == length]
+            functions = None if hash_functions is None else hash_functions.part(chosen, length)
+            outs.append(of_heads(query[:, chosen], key[:, chosen], value[:, chosen], length, functions))
+            order += chosen
+        out = torch.cat(outs, dim=1)[:, [order.index(head) for head in range(heads)]]
     if normalization == "sum":
         out = _divide_by_last_column(out)
     return out.to(out_dtype)
+
+
+@torch.no_grad()
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    hash_code_len: int | Sequence[int] = 9,
+    normalization: Literal["l2", "sum"] | None = "l2",
+    similarity: Literal["cosine", "dot_product"] = "cosine",
+) -> Tensor:
+    """The weights of yoso_attention with expectation=True, whole: for looking at, not for computing with.
+
+    Args:
+        query, key, key_mask, hash_code_len, similarity: as for yoso_attention.
+        normalization: "sum": rows add up to one; else the kernel's values.
+
+    Returns:
+        [B, H, N, M], in query's dtype.
+    """
+    if similarity == "dot_product":
+        query, key = _equally_long(query, key, key_mask)
+    power = torch.as_tensor(hash_code_len, device=query.device).view(-1, 1, 1)
+    cosine = F.normalize(query.float(), dim=-1) @ F.normalize(key.float(), dim=-1).transpose(-1, -2)
+    weights = (1 - torch.acos(cosine.clamp(-1, 1)) / math.pi) ** power
+    if key_mask is not None:
+        weights = weights.masked_fill(~key_mask[:, None, None], 0)
+    if normalization == "sum":
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / torch.where(total > 0, total, 1)
+    return weights.to(query.dtype)
+
+
+def _equally_long(query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Queries and centred keys with two columns more, so that cosines are dot products over a constant."""
+    dtype = query.dtype
+    real_keys = None if key_mask is None else key_mask[:, None, :, None]
+    real_queries = real_keys if query.shape[2] == key.shape[2] else None
+    wide = torch.promote_types(dtype, torch.float32)
+    # softmax does not notice a vector taken from all keys, and shorter keys are further apart
+    if real_keys is None:
+        mean = key.to(wide).mean(2, keepdim=True)
+    else:
+        total = real_keys.sum(2, keepdim=True).clamp(min=1)
+        mean = key.to(wide).masked_fill(~real_keys, 0).sum(2, keepdim=True) / total
+    query, key = query.to(wide), key.to(wide) - mean
+    missing_query, missing_key = _missing_length(query, real_queries), _missing_length(key, real_keys)
+    query = torch.cat([query, missing_query, torch.zeros_like(missing_query)], dim=-1)
+    key = torch.cat([key, torch.zeros_like(missing_key), missing_key], dim=-1)
+    return query.to(dtype), key.to(dtype)
+
+
+def _missing_length(x: Tensor, real: Tensor | None) -> Tensor:
+    square = x.square().sum(-1, keepdim=True)
+    longest = (square if real is None else square.masked_fill(~real, 0)).amax(2, keepdim=True)
+    missing = longest - square
+    positive = missing > 0
+    # two steps, because the slope of a square root at zero would be 0 * inf
+    return torch.where(positive, missing, 1).sqrt() * positive
 
 
 def _divide_by_last_column(out: Tensor) -> Tensor:
@@ -123,7 +216,7 @@ def _divide_by_last_column(out: Tensor) -> Tensor:
     return out * (positive / torch.where(positive, total, 1))
 
 
-def _check(query, key, value, key_mask, normalization, backward, expectation) -> None:
+def _check(query, key, value, key_mask, normalization, backward, expectation, similarity) -> None:
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if tensor.dim() != 4:
@@ -157,18 +250,35 @@ def _check(query, key, value, key_mask, normalization, backward, expectation) ->
         raise ValueError(f"backward must be one of {BACKWARDS}, got {backward!r}")
     if expectation not in EXPECTATIONS:
         raise ValueError(f"expectation must be one of {EXPECTATIONS}, got {expectation!r}")
+    if similarity not in SIMILARITIES:
+        raise ValueError(f"similarity must be one of {SIMILARITIES}, got {similarity!r}")
     if backward == "exact" and expectation in (False, "auto"):
         raise ValueError(
             f'backward="exact" needs expectation=True, got {expectation!r}: a sampled collision has no derivative'
         )
 
 
-def _check_hash_functions(functions: HashFunctions, query: Tensor) -> None:
+def _check_hash_code_len(hash_code_len, heads: int, expectation, functions: HashFunctions | None) -> None:
+    highest = MAX_EXACT_HASH_CODE_LEN if expectation is True else MAX_HASH_CODE_LEN
+    lengths = [hash_code_len] if isinstance(hash_code_len, int) else hash_code_len
+    if not all(1 <= length <= highest for length in lengths):
+        raise ValueError(f"hash_code_len must be in 1..{highest}, got {hash_code_len}")
+    if isinstance(hash_code_len, int):
+        return
+    if len(hash_code_len) != heads:
+        raise ValueError(f"hash_code_len must be one number or {heads}, one for each head, got {len(hash_code_len)}")
+    if functions is not None and max(hash_code_len) > functions.hash_code_len:
+        raise ValueError(
+            f"hash_code_len must be at most that of hash_functions, {functions.hash_code_len}, got {hash_code_len}"
+        )
+
+
+def _check_hash_functions(functions: HashFunctions, query: Tensor, head_dim: int) -> None:
     heads = functions.parameters.shape[0]
-    if (heads, functions.head_dim) != (query.shape[1], query.shape[3]):
+    if (heads, functions.head_dim) != (query.shape[1], head_dim):
         raise ValueError(
             f"hash_functions are for {heads} heads of {functions.head_dim}, "
-            f"but query has {query.shape[1]} heads of {query.shape[3]}"
+            f'but query has {query.shape[1]} heads of {query.shape[3]} (two more with similarity="dot_product")'
         )
     if functions.parameters.device != query.device:
         raise ValueError(

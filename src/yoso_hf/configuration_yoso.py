@@ -10,9 +10,10 @@ from transformers import PreTrainedConfig
 class YosoConfig(PreTrainedConfig):
     """Sizes and attention settings of a YOSO model.
 
-    The keys and defaults are those of transformers' own YosoConfig, with `hash_seed` and `sparse_prediction`
-    added; they give the shape of [uw-madison/yoso-4096](https://huggingface.co/uw-madison/yoso-4096). The
-    attention reads them when the model is built: changing them later has no effect on it.
+    The keys and defaults are those of transformers' own YosoConfig, with `normalization`, `similarity`,
+    `hash_seed` and `sparse_prediction` added; they give the shape of
+    [uw-madison/yoso-4096](https://huggingface.co/uw-madison/yoso-4096). The attention reads them when the model is
+    built: changing them later has no effect on it.
 
     Args:
         vocab_size: tokens in the vocabulary, >= 1.
@@ -30,7 +31,9 @@ class YosoConfig(PreTrainedConfig):
         layer_norm_eps: epsilon of the layer normalisations.
         use_expectation: True for the exact kernel, quadratic in time; False for its estimate by hashing,
             linear; "auto" for whichever is estimated to be cheaper, by num_hash and the padded length.
-        hash_code_len: tau, the power of the kernel and the bits of a hash code, 1..16.
+        hash_code_len: tau, the power of the kernel and the bits of a hash code, 1..16 (1..32 with
+            use_expectation=True). A list of one list for every layer, with a number for every head, gives each head
+            its own.
         num_hash: m, hash functions of a head, >= 1; more of them give a better estimate and take more time.
         conv_window: tokens under the depthwise convolution of the values (YOSO-C), odd; None: no convolution.
         use_fast_hash: True for Hadamard transforms, False for Gaussian projections.
@@ -39,6 +42,10 @@ class YosoConfig(PreTrainedConfig):
         pad_token_id, bos_token_id, eos_token_id: ids of the special tokens.
         add_cross_attention: must be False, the model is an encoder.
         tie_word_embeddings: share the token embeddings with the language model's output layer.
+        normalization: "l2": context vectors have length one, as in the paper; "sum": they are divided by the sum of
+            their weights, as in softmax attention; None: neither.
+        similarity: "cosine": weights depend on the cosine of query and key, as in the paper; "dot_product": on their
+            dot product, as in softmax attention (see yoso_attention).
         hash_seed: seed of the hash functions in eval mode, 0..2**32 - 1, drawn once for every layer; None:
             drawn afresh from torch's global generator at each call, as always in training.
         sparse_prediction: given labels, YosoForMaskedLM computes logits for the labelled positions only.
@@ -62,7 +69,7 @@ class YosoConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     layer_norm_eps: float = 1e-12
     use_expectation: bool | Literal["auto"] = True
-    hash_code_len: int = 9
+    hash_code_len: int | list[list[int]] = 9
     num_hash: int = 64
     conv_window: int | None = None
     use_fast_hash: bool = True
@@ -72,6 +79,8 @@ class YosoConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     add_cross_attention: bool = False
     tie_word_embeddings: bool = True
+    normalization: Literal["l2", "sum"] | None = "l2"
+    similarity: Literal["cosine", "dot_product"] = "cosine"
     hash_seed: int | None = 0
     sparse_prediction: bool = False
 
@@ -100,14 +109,26 @@ class YosoConfig(PreTrainedConfig):
                 f"hidden_size must be a multiple of num_attention_heads={self.num_attention_heads}, "
                 f"got {self.hidden_size}"
             )
-        if not 1 <= self.hash_code_len <= 16:
-            raise ValueError(f"hash_code_len must be in 1..16, got {self.hash_code_len}")
+        self._validate_hash_code_len()
         if self.conv_window is not None and (self.conv_window < 1 or self.conv_window % 2 == 0):
             raise ValueError(f"conv_window must be None or an odd positive number, got {self.conv_window}")
         if self.hash_seed is not None and not 0 <= self.hash_seed < 2**32:
             raise ValueError(f"hash_seed must be None or in 0..2**32 - 1, got {self.hash_seed}")
         if self.add_cross_attention:
             raise ValueError("add_cross_attention must be False, got True: YOSO is an encoder")
+
+    def _validate_hash_code_len(self):
+        by_layer = self.hash_code_len
+        if isinstance(by_layer, int):
+            by_layer = [[by_layer]]
+        elif [len(by_head) for by_head in by_layer] != [self.num_attention_heads] * self.num_hidden_layers:
+            raise ValueError(
+                f"hash_code_len must be one number or {self.num_hidden_layers} lists of {self.num_attention_heads}, "
+                f"for layers and heads, got {self.hash_code_len}"
+            )
+        highest = 32 if self.use_expectation is True else 16
+        if not all(1 <= length <= highest for by_head in by_layer for length in by_head):
+            raise ValueError(f"hash_code_len must be in 1..{highest}, got {self.hash_code_len}")
 
 
 __all__ = ["YosoConfig"]

@@ -95,6 +95,43 @@ class HashFunctions:
             parameters[:, :2].sign_()
         return cls(parameters, head_dim, num_hash, hash_code_len, kind)
 
+    @classmethod
+    def seeded(
+        cls,
+        seed: int,
+        layer_idx: int,
+        num_heads: int,
+        head_dim: int,
+        num_hash: int,
+        hash_code_len: int,
+        *,
+        kind: str = "hadamard",
+        device: torch.device | str | None = None,
+    ) -> "HashFunctions":
+        """The functions that a layer has in eval mode: always the same for a seed and a layer, on any device.
+
+        Args:
+            seed: 0..2**32 - 1.
+            layer_idx: number of the layer, >= 0.
+            num_heads, head_dim, num_hash, hash_code_len, kind, device: as for `sample`.
+        """
+        # torch's CPU generator reads the low 32 bits of a seed: seed and layer have to share them
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + layer_idx)
+        sizes = (num_heads, head_dim, num_hash, hash_code_len)
+        functions = cls.sample(*sizes, kind=kind, generator=generator, device="cpu")
+        return cls(functions.parameters.to(device), head_dim, num_hash, hash_code_len, kind)
+
+    def part(self, heads: list[int], hash_code_len: int) -> "HashFunctions":
+        """The functions of some of the heads, with the first bits of their codes only.
+
+        Args:
+            heads: indices of heads.
+            hash_code_len: bits of a code to keep, at most those there are.
+        """
+        blocks = self.parameters.shape[1] - 2 if self.kind == "hadamard" else self.parameters.shape[1]
+        rows = blocks // self.hash_code_len * hash_code_len + (2 if self.kind == "hadamard" else 0)
+        return HashFunctions(self.parameters[heads, :rows], self.head_dim, self.num_hash, hash_code_len, self.kind)
+
     def codes(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The codes of vectors.
 

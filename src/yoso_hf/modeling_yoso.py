@@ -4,8 +4,6 @@ Parameter names and shapes are those of transformers' own Yoso classes, so that 
 Shapes below use B for the batch, N for the tokens of a sequence, H for the heads and D for the width of one.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,7 +25,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import exact_is_cheaper, yoso_attention
+from .attention import attention_weights, exact_is_cheaper, yoso_attention
 from .configuration_yoso import YosoConfig
 from .hashing import HashFunctions
 
@@ -64,6 +62,10 @@ class YosoSelfAttention(nn.Module):
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.num_hash = config.num_hash
         self.hash_code_len = config.hash_code_len
+        if not isinstance(self.hash_code_len, int):
+            self.hash_code_len = self.hash_code_len[layer_idx]
+        self.normalization = config.normalization
+        self.similarity = config.similarity
         self.hash_kind = "hadamard" if config.use_fast_hash else "gaussian"
         self.hash_seed = config.hash_seed
         self.expectation = config.use_expectation
@@ -86,14 +88,16 @@ class YosoSelfAttention(nn.Module):
         hash_parameters = self.seeded_hash_parameters() if seeded else None
         self.register_buffer("hash_parameters", hash_parameters, persistent=False)
 
-    def sample_hash_functions(self, device: torch.device | str, generator: torch.Generator | None) -> HashFunctions:
-        sizes = (self.num_heads, self.head_dim, self.num_hash, self.hash_code_len)
-        return HashFunctions.sample(*sizes, kind=self.hash_kind, generator=generator, device=device)
+    def hash_sizes(self) -> tuple[int, int, int, int]:
+        head_dim = self.head_dim + (2 if self.similarity == "dot_product" else 0)
+        longest = self.hash_code_len if isinstance(self.hash_code_len, int) else max(self.hash_code_len)
+        return self.num_heads, head_dim, self.num_hash, longest
 
     def seeded_hash_parameters(self) -> Tensor:
-        # torch's CPU generator reads the low 32 bits of a seed: seed and layer have to share them
-        generator = torch.Generator().manual_seed(self.hash_seed * 1_000_003 + self.layer_idx)
-        return self.sample_hash_functions("cpu", generator).parameters
+        functions = HashFunctions.seeded(
+            self.hash_seed, self.layer_idx, *self.hash_sizes(), kind=self.hash_kind, device="cpu"
+        )
+        return functions.parameters
 
     def hash_functions(self, device: torch.device, length: int) -> HashFunctions | None:
         if self.expectation is True:
@@ -101,23 +105,9 @@ class YosoSelfAttention(nn.Module):
         if self.expectation == "auto" and exact_is_cheaper(length, length, self.num_hash):
             return None
         if self.training or self.hash_parameters is None:
-            return self.sample_hash_functions(device, None)
-        return HashFunctions(
-            self.hash_parameters, self.head_dim, self.num_hash, self.hash_code_len, kind=self.hash_kind
-        )
-
-    @torch.no_grad()
-    def attention_weights(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
-        if self.expectation is not True:
-            raise ValueError(
-                f"output_attentions=True needs use_expectation=True, got use_expectation={self.expectation!r}: "
-                "sampled attention never forms its weights"
-            )
-        cosine = F.normalize(query.float(), dim=-1) @ F.normalize(key.float(), dim=-1).transpose(-1, -2)
-        weights = (1 - torch.acos(cosine.clamp(-1, 1)) / math.pi) ** self.hash_code_len
-        if key_mask is not None:
-            weights = weights.masked_fill(~key_mask[:, None, None], 0)
-        return weights.to(query.dtype)
+            return HashFunctions.sample(*self.hash_sizes(), kind=self.hash_kind, device=device)
+        _, head_dim, num_hash, longest = self.hash_sizes()
+        return HashFunctions(self.hash_parameters, head_dim, num_hash, longest, kind=self.hash_kind)
 
     def forward(
         self, hidden_states: Tensor, key_mask: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
@@ -127,19 +117,29 @@ class YosoSelfAttention(nn.Module):
         key = self.key(hidden_states).view(head_shape).transpose(1, 2)
         value = self.value(hidden_states).view(head_shape).transpose(1, 2)
 
+        kernel = {
+            "hash_code_len": self.hash_code_len,
+            "normalization": self.normalization,
+            "similarity": self.similarity,
+        }
         weights = None
         if kwargs.get("output_attentions", self.config.output_attentions):
-            weights = self.attention_weights(query, key, key_mask)
+            if self.expectation is not True:
+                raise ValueError(
+                    "output_attentions=True needs use_expectation=True, got "
+                    f"use_expectation={self.expectation!r}: sampled attention never forms its weights"
+                )
+            weights = attention_weights(query, key, key_mask, **kernel)
         context = yoso_attention(
             query,
             key,
             value,
             key_mask,
-            hash_code_len=self.hash_code_len,
             num_hash=self.num_hash,
             expectation=self.expectation,
             hash_functions=self.hash_functions(query.device, query.shape[2]),
             backward=self.backward,
+            **kernel,
         )
         if self.conv is not None:
             if key_mask is not None:

@@ -1,0 +1,220 @@
+"""attn_implementation="yoso": YOSO attention in the encoders of transformers.
+
+Two functions are registered under each name: the attention, and the mask that it gets. With the first alone,
+transformers would pass no mask, and padding would be attended to.
+"""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+from transformers.utils import logging
+
+from .attention import yoso_attention
+from .hashing import HashFunctions
+
+logger = logging.get_logger(__name__)
+
+# the arguments of a model's attention that change its weights, and that YOSO's weights cannot follow
+UNSUPPORTED = ("position_bias", "softcap", "s_aux", "head_mask")
+
+# what the keys yoso_<name> of a model's configuration are where it does not have them
+DEFAULTS = {
+    "num_hash": 32,
+    "hash_code_len": 12,
+    "normalization": "sum",
+    "similarity": "cosine",
+    "backward": "sampled",
+    "use_expectation": "auto",
+    "hash_seed": 0,
+}
+
+
+def attention_settings(module: nn.Module) -> dict:
+    """The arguments of yoso_attention that a layer's configuration asks for.
+
+    Args:
+        module: an attention module with a `config`, whose keys yoso_<name> replace DEFAULTS. yoso_hash_code_len may
+            be one number, or a list of one list for every layer with a number for every head.
+
+    Returns:
+        The settings by the names of DEFAULTS.
+
+    Raises:
+        ValueError: a yoso_ key that does not exist; numbers by layer for a model whose layers are not numbered.
+    """
+    config = module.config
+    settings = {name: getattr(config, f"yoso_{name}", default) for name, default in DEFAULTS.items()}
+    unknown = [key for key in vars(config) if key.startswith("yoso_") and key[len("yoso_") :] not in DEFAULTS]
+    if unknown:
+        known = ", ".join(f"yoso_{name}" for name in DEFAULTS)
+        raise ValueError(f"the configuration has {', '.join(unknown)}, but the settings are {known}")
+    if not isinstance(settings["hash_code_len"], int):
+        layer_idx = getattr(module, "layer_idx", None)
+        if layer_idx is None:
+            raise ValueError(
+                "yoso_hash_code_len must be one number for this model, got a list: "
+                f"{type(module).__name__} does not know which layer it is in"
+            )
+        settings["hash_code_len"] = settings["hash_code_len"][layer_idx]
+    return settings
+
+
+def is_delegated(module: nn.Module, query: Tensor, key: Tensor, **kwargs) -> bool:
+    """Whether a layer's attention is another than that of all tokens to all tokens, and is left to sdpa.
+
+    Args:
+        module: the attention module.
+        query: [B, H, N, D].
+        key: [B, Hk, M, D].
+        **kwargs: what else the model passes to its attention.
+
+    Raises:
+        ValueError: a causal layer outside an encoder-decoder model.
+    """
+    if kwargs.get("sliding_window") is not None:
+        return True
+    causal = kwargs.get("is_causal") or getattr(module, "is_causal", False)
+    if causal and not getattr(module.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f'attn_implementation="yoso" needs an encoder, but {type(module).__name__} is causal: '
+            "YOSO attends in both directions"
+        )
+    crosses = "Cross" in type(module).__name__ or query.shape[2] != key.shape[2]
+    return causal or crosses or getattr(module, "is_decoder", False)
+
+
+@functools.lru_cache(maxsize=128)
+def _seeded_hash_functions(seed: int, layer_idx: int, sizes: tuple[int, ...], device: torch.device) -> HashFunctions:
+    return HashFunctions.seeded(seed, layer_idx, *sizes, device=device)
+
+
+def _check(module: nn.Module, attention_mask: Tensor | None, **kwargs) -> None:
+    for name in UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f'attn_implementation="yoso" cannot use the {name} of {type(module).__name__}')
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            'attn_implementation="yoso" needs an attention_mask of shape [B, N], 1 for a real token, got '
+            f"{list(attention_mask.shape)}: it cannot mask single pairs of tokens"
+        )
+
+
+def yoso_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs
+) -> tuple[Tensor, None]:
+    """YOSO attention as transformers calls it, with the settings that the module's configuration asks for.
+
+    Args:
+        module: the attention module; its `config` may hold the keys yoso_<name> of DEFAULTS.
+        query: [B, H, N, D].
+        key: [B, Hk, N, D], Hk a divisor of H.
+        value: [B, Hk, N, D].
+        attention_mask: bool [B, N], True for a real token; None: all are real.
+        **kwargs: what else the model passes. Dropout and scaling are not used: YOSO has no attention dropout, and
+            its weights depend on angles.
+
+    Returns:
+        The output [B, N, H, D], and None in place of weights.
+
+    Raises:
+        ValueError: a causal layer of a model without an encoder, a mask of pairs, a bias of positions, a setting out
+            of range.
+    """
+    return _attention(module, query, key, value, attention_mask, attention_settings(module), **kwargs)
+
+
+def yoso_expectation_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs
+) -> tuple[Tensor, None]:
+    """The same with yoso_use_expectation=True: exact, and quadratic, at every length."""
+    settings = {**attention_settings(module), "use_expectation": True}
+    return _attention(module, query, key, value, attention_mask, settings, **kwargs)
+
+
+def _attention(module, query, key, value, attention_mask, settings, **kwargs) -> tuple[Tensor, None]:
+    if is_delegated(module, query, key, **kwargs):
+        logger.warning_once(
+            f"{type(module).__name__} is computed by sdpa where it is causal, has a sliding window or attends to "
+            "other tokens than its own; YOSO computes the other layers."
+        )
+        if attention_mask is not None and attention_mask.dim() == 2:
+            attention_mask = attention_mask[:, None, None, :]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    _check(module, attention_mask, **kwargs)
+    return yoso_from_settings(module, query, key, value, attention_mask, settings), None
+
+
+def yoso_from_settings(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, settings: dict
+) -> Tensor:
+    """YOSO attention with the settings of attention_settings; shapes as for yoso_attention_forward."""
+    groups = getattr(module, "num_key_value_groups", 1)
+    if groups > 1:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    out = yoso_attention(
+        query,
+        key,
+        value,
+        key_mask,
+        hash_code_len=settings["hash_code_len"],
+        num_hash=settings["num_hash"],
+        expectation=settings["use_expectation"],
+        hash_functions=_hash_functions(module, query, settings),
+        normalization=settings["normalization"],
+        backward=settings["backward"],
+        similarity=settings["similarity"],
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _hash_functions(module: nn.Module, query: Tensor, settings: dict) -> HashFunctions | None:
+    seed = settings["hash_seed"]
+    if module.training or seed is None or settings["use_expectation"] is True:
+        return None
+    lengths = settings["hash_code_len"]
+    longest = lengths if isinstance(lengths, int) else max(lengths)
+    head_dim = query.shape[3] + (2 if settings["similarity"] == "dot_product" else 0)
+    sizes = (query.shape[1], head_dim, settings["num_hash"], longest)
+    # layers that are not numbered share their hash functions
+    return _seeded_hash_functions(seed, getattr(module, "layer_idx", None) or 0, sizes, query.device)
+
+
+def make_mask(*, attention_mask: Tensor | None, mask_function, **kwargs) -> Tensor | None:
+    """The mask that a layer's attention gets: bool [B, N] as it is, or sdpa's for a layer that is left to sdpa."""
+    if mask_function is bidirectional_mask_function:
+        return attention_mask
+    return sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, **kwargs)
+
+
+IMPLEMENTATIONS = {
+    "yoso": yoso_attention_forward,
+    "yoso_expectation": yoso_expectation_attention_forward,
+}
+
+
+def register_attention() -> None:
+    """Makes the names of IMPLEMENTATIONS known to transformers, and has models that would ignore them refuse them."""
+    for name, function in IMPLEMENTATIONS.items():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, make_mask)
+
+    check = PreTrainedModel.get_correct_attn_implementation
+    if hasattr(check, "refuses_yoso"):
+        return
+
+    @functools.wraps(check)
+    def check_and_refuse(self, requested_attention, *args, **kwargs):
+        # transformers takes a registered name for every model, also for those that never look it up
+        if requested_attention in IMPLEMENTATIONS and not self._can_set_attn_implementation():
+            raise ValueError(
+                f'{type(self).__name__} does not take attn_implementation="{requested_attention}": '
+                "its attention is not written for transformers' attention interface"
+            )
+        return check(self, requested_attention, *args, **kwargs)
+
+    check_and_refuse.refuses_yoso = True
+    PreTrainedModel.get_correct_attn_implementation = check_and_refuse

@@ -1,0 +1,116 @@
+"""Fitting YOSO's hash_code_len, head by head, to a model that was trained with softmax attention."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention import MAX_EXACT_HASH_CODE_LEN
+from .attention_interface import attention_settings, is_delegated, make_mask, yoso_from_settings
+from .hashing import MAX_HASH_CODE_LEN
+
+NAME = "yoso_fitting"
+
+
+@dataclass
+class HashCodeLenFit:
+    """What fit_hash_code_len found.
+
+    Args:
+        hash_code_len: tau by layer and head, as yoso_hash_code_len and YosoConfig.hash_code_len take it.
+        error: what is left, by layer and head: the squared difference of YOSO's and softmax's outputs, over the
+            square of softmax's; 0 for a layer that YOSO does not compute.
+    """
+
+    hash_code_len: list[list[int]]
+    error: list[list[float]]
+
+
+@dataclass
+class _Errors:
+    """An attention function that returns softmax attention, and sums YOSO's errors by layer, candidate and head."""
+
+    errors: dict[int, Tensor] = field(default_factory=dict)
+    squares: dict[int, Tensor] = field(default_factory=dict)
+    delegated: dict[int, list[int]] = field(default_factory=dict)
+
+    def __call__(self, module, query, key, value, attention_mask, **kwargs):
+        softmax_mask = attention_mask
+        if attention_mask is not None and attention_mask.dim() == 2:
+            softmax_mask = attention_mask[:, None, None, :]
+        out, _ = sdpa_attention_forward(module, query, key, value, softmax_mask, **kwargs)
+        layer = getattr(module, "layer_idx", None)
+        if layer is None:
+            raise ValueError(f"model must number its layers, but {type(module).__name__} has no layer_idx")
+        settings = attention_settings(module)
+        if is_delegated(module, query, key, **kwargs):
+            self.delegated[layer] = [settings["hash_code_len"]] * query.shape[1]
+            return out, None
+        real = 1 if attention_mask is None else attention_mask[:, :, None, None]
+        self._add(self.squares, layer, (out * real).square().sum((0, 1, 3)))
+        errors = []
+        for candidate in candidates(settings["use_expectation"]):
+            settings["hash_code_len"] = candidate
+            approximation = yoso_from_settings(module, query, key, value, attention_mask, settings)
+            errors.append(((approximation - out) * real).square().sum((0, 1, 3)))
+        self._add(self.errors, layer, torch.stack(errors))
+        return out, None
+
+    @staticmethod
+    def _add(sums: dict[int, Tensor], layer: int, what: Tensor) -> None:
+        sums[layer] = sums[layer] + what.double() if layer in sums else what.double()
+
+
+def candidates(use_expectation: bool | str) -> range:
+    """The values of hash_code_len that are tried."""
+    return range(1, 1 + (MAX_EXACT_HASH_CODE_LEN if use_expectation is True else MAX_HASH_CODE_LEN))
+
+
+@torch.no_grad()
+def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> HashCodeLenFit:
+    """Chooses for each head the hash_code_len whose attention comes closest to softmax's, on sample inputs.
+
+    Every layer gets softmax's inputs. The attention that is compared is the one that the model would have with
+    attn_implementation="yoso": the keys yoso_<name> of its configuration, yoso_hash_code_len excepted, decide its
+    samples, so that where sampling is noisy, shorter codes are chosen, which collide more often. Take inputs of the
+    lengths that the model is meant for.
+
+    Args:
+        model: an encoder that takes attn_implementation="yoso", trained with softmax attention. Its attention
+            implementation is put back at the end; its configuration is not changed.
+        batches: inputs of the model, such as a tokenizer returns, on its device.
+
+    Returns:
+        The numbers of every layer and head, and the error that is left.
+
+    Raises:
+        ValueError: no inputs, or a model whose layers are not numbered.
+    """
+    sums = _Errors()
+    before, training = model.config._attn_implementation, model.training
+    ALL_ATTENTION_FUNCTIONS[NAME] = sums
+    try:
+        model.set_attn_implementation(NAME)
+        model.eval()
+        for batch in batches:
+            model(**batch)
+    finally:
+        model.set_attn_implementation(before)
+        model.train(training)
+        del ALL_ATTENTION_FUNCTIONS[NAME]
+    if not sums.errors:
+        raise ValueError("batches must hold inputs that a layer of full attention sees, got none")
+    lengths, error = dict(sums.delegated), {layer: [0.0] * len(heads) for layer, heads in sums.delegated.items()}
+    for layer, errors in sums.errors.items():
+        best, index = errors.min(0)
+        lengths[layer] = [1 + i for i in index.tolist()]
+        error[layer] = (best / sums.squares[layer]).tolist()
+    layers = sorted(lengths)
+    return HashCodeLenFit([lengths[layer] for layer in layers], [error[layer] for layer in layers])
+
+
+AttentionMaskInterface.register(NAME, make_mask)
