@@ -21,37 +21,36 @@ logger = logging.get_logger(__name__)
 # the arguments of a model's attention that change its weights, and that YOSO's weights cannot follow
 UNSUPPORTED = ("position_bias", "softcap", "s_aux", "head_mask")
 
-# what the keys yoso_<name> of a model's configuration are where it does not have them
-DEFAULTS = {
-    "num_hash": 32,
-    "hash_code_len": 12,
-    "normalization": "sum",
-    "similarity": "cosine",
-    "backward": "sampled",
-    "use_expectation": "auto",
-    "hash_seed": 0,
+# the keys of a model's configuration that hold settings, and what they are where it does not have them
+SETTINGS = {
+    "yoso_num_hash": 32,
+    "yoso_hash_code_len": 12,
+    "yoso_normalization": "sum",
+    "yoso_similarity": "cosine",
+    "yoso_backward": "sampled",
+    "yoso_use_expectation": "auto",
+    "yoso_hash_seed": 0,
 }
 
 
 def attention_settings(module: nn.Module) -> dict:
-    """The arguments of yoso_attention that a layer's configuration asks for.
+    """What a layer's configuration asks for.
 
     Args:
-        module: an attention module with a `config`, whose keys yoso_<name> replace DEFAULTS. yoso_hash_code_len may
-            be one number, or a list of one list for every layer with a number for every head.
+        module: an attention module with a `config`, whose keys replace SETTINGS. yoso_hash_code_len may be one
+            number, or a list of one list for every layer with a number for every head.
 
     Returns:
-        The settings by the names of DEFAULTS.
+        The settings by the names of SETTINGS without yoso_; the layer's own hash_code_len.
 
     Raises:
         ValueError: a yoso_ key that does not exist; numbers by layer for a model whose layers are not numbered.
     """
     config = module.config
-    settings = {name: getattr(config, f"yoso_{name}", default) for name, default in DEFAULTS.items()}
-    unknown = [key for key in vars(config) if key.startswith("yoso_") and key[len("yoso_") :] not in DEFAULTS]
+    unknown = [name for name in vars(config) if name.startswith("yoso_") and name not in SETTINGS]
     if unknown:
-        known = ", ".join(f"yoso_{name}" for name in DEFAULTS)
-        raise ValueError(f"the configuration has {', '.join(unknown)}, but the settings are {known}")
+        raise ValueError(f"the configuration has {', '.join(unknown)}, but YOSO's settings are {', '.join(SETTINGS)}")
+    settings = {name.removeprefix("yoso_"): getattr(config, name, default) for name, default in SETTINGS.items()}
     if not isinstance(settings["hash_code_len"], int):
         layer_idx = getattr(module, "layer_idx", None)
         if layer_idx is None:
@@ -109,7 +108,7 @@ def yoso_attention_forward(
     """YOSO attention as transformers calls it, with the settings that the module's configuration asks for.
 
     Args:
-        module: the attention module; its `config` may hold the keys yoso_<name> of DEFAULTS.
+        module: the attention module; its `config` may hold the keys of SETTINGS.
         query: [B, H, N, D].
         key: [B, Hk, N, D], Hk a divisor of H.
         value: [B, Hk, N, D].

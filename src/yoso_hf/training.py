@@ -19,6 +19,8 @@ from transformers import (
 )
 from transformers.trainer_callback import TrainerState
 
+from .attention_interface import IMPLEMENTATIONS, SETTINGS
+
 RUN_FILE = "run.json"
 
 # the arguments of Trainer that a resumed run must share with the interrupted one
@@ -208,7 +210,7 @@ def override_config(config: PreTrainedConfig, overrides: str | None) -> PreTrain
             given[name] = text
     values = {}
     for name, value in given.items():
-        if not hasattr(config, name):
+        if not hasattr(config, name) and name not in SETTINGS:
             raise ValueError(f"--config_overrides: {type(config).__name__} has no {name!r}")
         try:
             # YAML, too, takes 1e-5 for text
@@ -259,7 +261,9 @@ def load_pretrained(
         auto_class: an Auto class, such as AutoModelForMaskedLM.
         model_name_or_path: hub name or directory of the checkpoint.
         config: the configuration to load it with.
-        attn_implementation: the attention to use, as transformers names it; None: the model's own.
+        attn_implementation: the attention to use, as transformers names it; None: YOSO where the configuration
+            holds settings of it (transformers saves no attn_implementation), else the model's own. With "yoso", all
+            settings are written into the configuration.
         new_head: let weights outside the base model, and a pooler, start afresh where the checkpoint has none
             that fit.
 
@@ -269,6 +273,10 @@ def load_pretrained(
     Raises:
         ValueError: weights are missing or of another shape, or the model does not take that attention.
     """
+    if attn_implementation is None and any(hasattr(config, name) for name in SETTINGS):
+        attn_implementation = "yoso"
+    if attn_implementation in IMPLEMENTATIONS:
+        config.update({name: getattr(config, name, default) for name, default in SETTINGS.items()})
     model, report = auto_class.from_pretrained(
         model_name_or_path,
         config=config,
