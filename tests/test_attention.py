@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from yoso_hf import HashFunctions, ops, yoso_attention
-from yoso_hf.attention import EXACT_TOKENS_PER_HASH
+from yoso_hf.attention import EXACT_TOKENS_PER_HASH, attention_weights
 
 BOTH = pytest.mark.parametrize("expectation", [False, True])
 
@@ -398,3 +398,116 @@ def test_bad_arguments_are_named(change, message):
     arguments = {"query": query, "key": key, "value": value, **change}
     with pytest.raises(ValueError, match=message):
         yoso_attention(**arguments)
+
+
+def dense(query, key, value, key_mask, hash_code_len, normalization, similarity):
+    """Attention by its definition, in float64, one query of a batch row and head after the other."""
+    query, key, value = (x.double() for x in (query, key, value))
+    out = value.new_zeros(*query.shape[:3], value.shape[3])
+    for b in range(query.shape[0]):
+        real = key_mask[b]
+        real_queries = real if query.shape[2] == key.shape[2] else torch.ones(query.shape[2], dtype=torch.bool)
+        for h in range(query.shape[1]):
+            q, k, v = query[b, h], key[b, h, real], value[b, h, real]
+            if similarity == "dot_product":
+                k = k - k.mean(0)
+                x = q @ k.T / (q[real_queries].norm(dim=-1).max().clamp(min=1e-30) * k.norm(dim=-1).max())
+                # only masked queries can be longer than the longest
+                x = x / (q.norm(dim=-1) / q[real_queries].norm(dim=-1).max()).clamp(min=1)[:, None]
+            else:
+                x = torch.nn.functional.normalize(q, dim=-1) @ torch.nn.functional.normalize(k, dim=-1).T
+            weights = (1 - x.clamp(-1, 1).acos() / math.pi) ** hash_code_len[h]
+            out[b, h] = weights @ v
+            if normalization == "sum":
+                out[b, h] /= weights.sum(-1, keepdim=True)
+            elif normalization == "l2":
+                out[b, h] /= out[b, h].norm(dim=-1, keepdim=True)
+    return out
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot_product"])
+@pytest.mark.parametrize("normalization", ["l2", "sum", None])
+@pytest.mark.parametrize("rows", [25, 20])
+def test_similarity_and_lengths_by_head_are_as_defined(similarity, normalization, rows):
+    query, key, value = inputs(N=rows, D=10)
+    key_mask = torch.rand(2, 25) > 0.3
+    options = {"hash_code_len": [4, 9, 20], "normalization": normalization, "similarity": similarity}
+    result = yoso_attention(query, key, value, key_mask, expectation=True, **options)
+    torch.testing.assert_close(result.double(), dense(query, key, value, key_mask, **options), rtol=1e-4, atol=3e-6)
+    weights = attention_weights(query, key, key_mask, **options)
+    if normalization != "l2":
+        torch.testing.assert_close(weights @ value, result, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot_product"])
+def test_sampling_with_lengths_by_head_has_the_expectation_as_its_mean(similarity):
+    query, key, value = inputs(B=1, N=12, M=12, D=6, Dv=4)
+    options = {"hash_code_len": [2, 5, 3], "similarity": similarity, "normalization": None}
+    exact = yoso_attention(query, key, value, expectation=True, **options)
+    direction = torch.randn_like(exact)
+    torch.manual_seed(2)
+    draws = torch.stack(
+        [(yoso_attention(query, key, value, num_hash=8, **options) * direction).sum((0, 2, 3)) for _ in range(600)]
+    ).double()
+    expected = (exact * direction).sum((0, 2, 3))
+    assert ((draws.mean(0) - expected).abs() < 4 * draws.std(0) / math.sqrt(600)).all()
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "gaussian"])
+def test_a_heads_shorter_codes_are_the_first_bits_of_the_longer_ones(kind):
+    functions = HashFunctions.sample(3, 10, 40, 7, kind=kind)
+    x = torch.randn(2, 3, 9, 10)
+    part = functions.part([2, 0], 4).codes(x[:, [2, 0]])
+    assert torch.equal(part, functions.codes(x)[:, [2, 0]] & 15)
+    query, key, value = inputs(N=25, D=10)
+    one_by_one = [
+        yoso_attention(*(x[:, [h]] for x in (query, key, value)), hash_functions=functions.part([h], length))
+        for h, length in enumerate((4, 7, 4))
+    ]
+    together = yoso_attention(query, key, value, hash_code_len=[4, 7, 4], hash_functions=functions)
+    torch.testing.assert_close(together, torch.cat(one_by_one, dim=1), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("hash_code_len", [5, [3, 18]])
+def test_dot_product_gradients_are_those_of_the_definition(hash_code_len):
+    query, key, value = (x.requires_grad_() for x in inputs(B=2, H=2, N=7, M=7, D=4, Dv=3, dtype=torch.float64))
+    key_mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+
+    def function(*arguments):
+        out = yoso_attention(
+            *arguments, key_mask, hash_code_len=hash_code_len, similarity="dot_product", normalization="sum",
+            expectation=True, backward="exact",
+        )  # fmt: skip
+        return out * key_mask[:, None, :, None]
+
+    assert torch.autograd.gradcheck(function, (query, key, value))
+
+
+@BOTH
+def test_dot_product_of_equal_or_zero_vectors_is_finite(expectation):
+    for query, key in ((torch.zeros(1, 2, 5, 4), torch.ones(1, 2, 5, 4)), (torch.ones(1, 2, 5, 4),) * 2):
+        arguments = [x.clone().requires_grad_() for x in (query, key, torch.randn(1, 2, 5, 3))]
+        out = yoso_attention(*arguments, similarity="dot_product", normalization="sum", expectation=expectation)
+        out.square().sum().backward()
+        assert out.isfinite().all()
+        assert all(x.grad.isfinite().all() for x in arguments)
+
+
+def test_dot_product_comes_closer_to_softmax_than_the_cosine():
+    """Vectors of very different lengths, as trained models have them."""
+    query, key, value = inputs(B=1, H=1, N=200, M=200, D=16)
+    query, key = (x * torch.rand(1, 1, 200, 1) * 2 for x in (query, key))
+    softmax = (query @ key.transpose(-1, -2) / 4).softmax(-1) @ value
+    errors = {
+        similarity: min(
+            (
+                yoso_attention(
+                    query, key, value, hash_code_len=t, expectation=True, normalization="sum", similarity=similarity
+                )
+                - softmax
+            ).norm()
+            for t in range(1, 33)
+        )
+        for similarity in ("cosine", "dot_product")
+    }
+    assert errors["dot_product"] < 0.7 * errors["cosine"]

@@ -112,6 +112,9 @@ def yoso_attention(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if similarity == "dot_product":
         query, key = _equally_long(query, key, key_mask)
+    if normalization == "sum" and dtype == torch.float16:
+        # sums of small weights, which are divided by, leave the range of float16
+        query, key, value = query.float(), key.float(), value.float()
     if normalization == "sum":
         value = torch.cat([value, value.new_ones(*value.shape[:-1], 1)], dim=-1)
     unit = normalization == "l2"

@@ -87,8 +87,14 @@ def is_delegated(module: nn.Module, query: Tensor, key: Tensor, **kwargs) -> boo
 
 
 @functools.lru_cache(maxsize=128)
-def _seeded_hash_functions(seed: int, layer_idx: int, sizes: tuple[int, ...], device: torch.device) -> HashFunctions:
-    return HashFunctions.seeded(seed, layer_idx, *sizes, device=device)
+def _kept_hash_parameters(seed: int, layer_idx: int, sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    return HashFunctions.seeded(seed, layer_idx, *sizes, device=device).parameters
+
+
+# a compiled model holds them as constants: a graph cannot make the generator that they are drawn from
+@torch.compiler.assume_constant_result
+def _seeded_hash_parameters(seed: int, layer_idx: int, sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    return _kept_hash_parameters(seed, layer_idx, sizes, device)
 
 
 def _check(module: nn.Module, attention_mask: Tensor | None, **kwargs) -> None:
@@ -177,9 +183,11 @@ def _hash_functions(module: nn.Module, query: Tensor, settings: dict) -> HashFun
     lengths = settings["hash_code_len"]
     longest = lengths if isinstance(lengths, int) else max(lengths)
     head_dim = query.shape[3] + (2 if settings["similarity"] == "dot_product" else 0)
-    sizes = (query.shape[1], head_dim, settings["num_hash"], longest)
+    sizes = (head_dim, settings["num_hash"], longest)
     # layers that are not numbered share their hash functions
-    return _seeded_hash_functions(seed, getattr(module, "layer_idx", None) or 0, sizes, query.device)
+    layer_idx = getattr(module, "layer_idx", None) or 0
+    parameters = _seeded_hash_parameters(seed, layer_idx, (query.shape[1], *sizes), query.device)
+    return HashFunctions(parameters, *sizes)
 
 
 def make_mask(*, attention_mask: Tensor | None, mask_function, **kwargs) -> Tensor | None:

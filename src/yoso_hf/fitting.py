@@ -88,8 +88,10 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
         The numbers of every layer and head, and the error that is left.
 
     Raises:
-        ValueError: no inputs, or a model whose layers are not numbered.
+        ValueError: no inputs, or a model that does not take YOSO or does not number its layers.
     """
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"model must take another attn_implementation, got a {type(model).__name__}, which does not")
     sums = _Errors()
     before, training = model.config._attn_implementation, model.training
     ALL_ATTENTION_FUNCTIONS[NAME] = sums

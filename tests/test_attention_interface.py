@@ -1,0 +1,321 @@
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from yoso_hf import YosoConfig, YosoModel
+from yoso_hf.attention_interface import SETTINGS, yoso_attention_forward
+
+VOCAB_SIZE = 99
+SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LONG = {**SIZES, "intermediate_size": 48, "max_position_embeddings": 64}
+CONFIGS = {
+    "bert": transformers.BertConfig(**LONG),
+    "roberta": transformers.RobertaConfig(**LONG, pad_token_id=1),
+    "xlm-roberta": transformers.XLMRobertaConfig(**LONG, pad_token_id=1),
+    "camembert": transformers.CamembertConfig(**LONG, pad_token_id=1),
+    "electra": transformers.ElectraConfig(**LONG, embedding_size=16),
+    "esm": transformers.EsmConfig(**LONG, pad_token_id=1, mask_token_id=4),
+    "albert": transformers.AlbertConfig(**LONG, embedding_size=16),
+    "distilbert": transformers.DistilBertConfig(
+        vocab_size=VOCAB_SIZE, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=64
+    ),
+    # a layer of full attention and one with a sliding window
+    "modernbert": transformers.ModernBertConfig(
+        **LONG, pad_token_id=0, local_attention=8, global_attn_every_n_layers=2
+    ),
+    # fewer keys than queries
+    "eurobert": transformers.EuroBertConfig(**LONG, num_key_value_heads=2, pad_token_id=0),
+}
+ENCODERS = pytest.mark.parametrize("name", CONFIGS)
+
+
+def dense_yoso(module, query, key, value, attention_mask, sliding_window=None, **kwargs):
+    """YOSO's expectation from its definition, with transformers' own mask of pairs."""
+    if sliding_window is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    groups = getattr(module, "num_key_value_groups", 1)
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    cosine = F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).transpose(-1, -2)
+    weights = (1 - cosine.clamp(-1, 1).acos() / math.pi) ** 12
+    if attention_mask is not None:
+        weights = weights * attention_mask
+    out = weights @ value / weights.sum(-1, keepdim=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("dense_yoso", dense_yoso)
+AttentionMaskInterface.register("dense_yoso", sdpa_mask)
+
+
+def build(name, attention, **settings):
+    config = copy.deepcopy(CONFIGS[name])
+    config.update(settings)
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config, attn_implementation=attention).eval()
+    # initial weights are so small that all attention is nearly uniform
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(8)
+    return model
+
+
+def tokens(rows=3, length=21, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, VOCAB_SIZE, (rows, length), generator=generator)
+
+
+def padded(ids, lengths, name):
+    """The first tokens of every row, and padding on the right."""
+    mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
+    return ids.where(mask, CONFIGS[name].pad_token_id), mask.long()
+
+
+@ENCODERS
+@pytest.mark.parametrize("attention", ["yoso", "yoso_expectation"])
+def test_an_encoder_computes_what_the_definition_says(name, attention):
+    ids, mask = padded(tokens(), (21, 8, 1), name)
+    expected = build(name, "dense_yoso")(ids, attention_mask=mask).last_hidden_state
+    softmax = build(name, "sdpa")(ids, attention_mask=mask).last_hidden_state
+    # 21 tokens: "yoso" is exact there
+    result = build(name, attention)(ids, attention_mask=mask).last_hidden_state
+    real = mask.bool()
+    torch.testing.assert_close(result[real], expected[real], rtol=1e-4, atol=1e-4)
+    assert (expected - softmax)[real].abs().max() > 1e-2
+
+
+@ENCODERS
+@pytest.mark.parametrize("expectation", [True, False])
+def test_padding_and_neighbours_do_not_change_a_text(name, expectation):
+    model = build(name, "yoso", yoso_use_expectation=expectation, yoso_hash_code_len=4)
+    lengths = (21, 13, 1)
+    ids, mask = padded(tokens(), lengths, name)
+    together = model(ids, attention_mask=mask).last_hidden_state
+    for row, length in enumerate(lengths):
+        alone = model(ids[row : row + 1, :length]).last_hidden_state
+        torch.testing.assert_close(together[row, :length], alone[0], rtol=1e-3, atol=1e-4)
+
+
+@ENCODERS
+def test_sampling_is_random_in_training_and_fixed_in_evaluation(name):
+    model = build(name, "yoso", yoso_use_expectation=False, yoso_hash_code_len=4)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    ids = tokens()
+    first, second = (model(ids).last_hidden_state for _ in range(2))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    model.train()
+    first, second = (model(ids).last_hidden_state for _ in range(2))
+    assert (first - second).abs().max() > 1e-3
+
+
+@ENCODERS
+@pytest.mark.parametrize("similarity", ["cosine", "dot_product"])
+@pytest.mark.parametrize("expectation", [True, False])
+def test_nothing_is_ever_nan(name, expectation, similarity):
+    model = build(name, "yoso", yoso_use_expectation=expectation, yoso_similarity=similarity).train()
+    cases = {
+        "one token": (tokens(2, 1), None),
+        "equal tokens": (torch.full((2, 17), 7), None),
+        "a row of padding": padded(tokens(2, 9), (9, 0), name),
+    }
+    for case, (ids, mask) in cases.items():
+        model.zero_grad()
+        out = model(ids, attention_mask=mask).last_hidden_state
+        assert out.isfinite().all(), case
+        out.square().sum().backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None), case
+
+
+@ENCODERS
+def test_the_exact_gradient_is_that_of_the_definition(name):
+    ids, mask = padded(tokens(), (21, 8, 3), name)
+    found = {}
+    for attention in ("dense_yoso", "yoso_expectation"):
+        model = build(name, attention, yoso_backward="exact")
+        out = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+        out.mul(torch.arange(out.numel()).view_as(out).cos()).sum().backward()
+        found[attention] = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for parameter, expected in found["dense_yoso"].items():
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(found["yoso_expectation"][parameter], expected, rtol=1e-2, atol=1e-3 * scale)
+
+
+def test_sampled_gradients_average_to_those_of_the_expectation():
+    """Of one attention layer, over fresh hash functions, within 4 standard errors."""
+    model = build("bert", "yoso", yoso_normalization=None, yoso_hash_code_len=3, yoso_num_hash=16).train()
+    layer = model.encoder.layer[0].attention.self
+    torch.manual_seed(1)
+    draws = 400
+    query, key, value, grad, *directions = (torch.randn(1, 4, 11, 8) for _ in range(7))
+
+    def gradients(use_expectation):
+        layer.config.yoso_use_expectation = use_expectation
+        given = [x.clone().requires_grad_() for x in (query, key, value)]
+        out, _ = yoso_attention_forward(layer, *given, None)
+        out.transpose(1, 2).mul(grad).sum().backward()
+        return torch.stack([(x.grad * d).sum() for x, d in zip(given, directions, strict=True)]).double()
+
+    sampled = torch.stack([gradients(False) for _ in range(draws)])
+    error = sampled.std(0) / math.sqrt(draws)
+    assert ((sampled.mean(0) - gradients(True)).abs() < 4 * error).all()
+
+
+def test_images_have_no_mask():
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4
+    )
+    pixels = torch.randn(2, 3, 16, 16)
+    outputs = []
+    for attention in ("yoso", "dense_yoso", "sdpa"):
+        torch.manual_seed(0)
+        model = transformers.AutoModel.from_config(config, attn_implementation=attention).eval()
+        outputs.append(model(pixels).last_hidden_state)
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
+    assert (outputs[0] - outputs[2]).abs().max() > 1e-5
+
+
+def test_a_decoder_beside_an_encoder_keeps_its_softmax():
+    config = transformers.BartConfig(
+        vocab_size=VOCAB_SIZE, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64,
+    )  # fmt: skip
+    models = {}
+    for attention in ("yoso", "sdpa"):
+        torch.manual_seed(0)
+        # a model keeps the configuration, and notes its attention there
+        models[attention] = transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation=attention)
+        models[attention].eval()
+    ids, mask = padded(tokens(), (21, 8, 3), "roberta")
+    states = torch.randn(3, 21, 32)
+    decoded = [
+        model.decoder(
+            input_ids=tokens(3, 7), encoder_hidden_states=states, encoder_attention_mask=mask, use_cache=False
+        ).last_hidden_state
+        for model in models.values()
+    ]
+    torch.testing.assert_close(decoded[0], decoded[1], rtol=1e-5, atol=1e-6)
+    encoded = [model.encoder(ids, attention_mask=mask).last_hidden_state for model in models.values()]
+    assert (encoded[0] - encoded[1])[mask.bool()].abs().max() > 1e-4
+
+
+def test_what_yoso_cannot_compute_is_refused():
+    config = transformers.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=4, n_positions=64)
+    model = transformers.AutoModel.from_config(config, attn_implementation="yoso")
+    with pytest.raises(ValueError, match="GPT2Attention is causal"):
+        model(tokens())
+    with pytest.raises(ValueError, match="BertSelfAttention is causal"):
+        build("bert", "yoso", is_decoder=True)(tokens())
+    pairs = torch.ones(3, 1, 21, 21, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"attention_mask of shape \[B, N\].*got \[3, 1, 21, 21\]"):
+        build("bert", "yoso")(tokens(), attention_mask=pairs)
+    layer = build("bert", "yoso").encoder.layer[0].attention.self
+    rows = torch.randn(1, 4, 5, 8)
+    with pytest.raises(ValueError, match="cannot use the position_bias of BertSelfAttention"):
+        yoso_attention_forward(layer, rows, rows, rows, None, position_bias=torch.zeros(1, 4, 5, 5))
+
+
+@pytest.mark.parametrize("attention", ["yoso", "yoso_expectation"])
+def test_models_that_would_ignore_the_name_are_refused(attention):
+    config = transformers.NystromformerConfig(**LONG, segment_means_seq_len=64, num_landmarks=8)
+    with pytest.raises(ValueError, match=f'NystromformerModel does not take attn_implementation="{attention}"'):
+        transformers.AutoModel.from_config(config, attn_implementation=attention)
+    with pytest.raises(ValueError, match="YosoModel does not take"):
+        YosoModel._from_config(YosoConfig(**LONG), attn_implementation=attention)
+    # all other names go where they went before
+    assert transformers.AutoModel.from_config(config, attn_implementation="eager") is not None
+
+
+def test_settings_are_those_of_the_configuration(tmp_path):
+    settings = {"yoso_num_hash": 3, "yoso_hash_code_len": [[2, 3, 4, 5], [6, 7, 8, 9]], "yoso_hash_seed": 5}
+    model = build("bert", "yoso", yoso_use_expectation=False, **settings)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="yoso")
+    assert all(getattr(loaded.config, name) == value for name, value in settings.items())
+    ids = tokens()
+    expected = model(ids).last_hidden_state
+    torch.testing.assert_close(loaded(ids).last_hidden_state, expected, rtol=0, atol=0)
+    changes = {
+        "yoso_num_hash": 4,
+        "yoso_hash_code_len": [[2, 3, 4, 5], [6, 7, 8, 8]],
+        "yoso_hash_seed": 6,
+        "yoso_normalization": "l2",
+        "yoso_similarity": "dot_product",
+        "yoso_use_expectation": True,
+    }
+    for name, value in changes.items():
+        other = copy.deepcopy(loaded)
+        setattr(other.config, name, value)
+        assert (other(ids).last_hidden_state - expected).abs().max() > 1e-4, name
+    assert set(changes) | {"yoso_backward"} == set(SETTINGS)
+
+
+def test_wrong_settings_are_named():
+    with pytest.raises(ValueError, match="the configuration has yoso_num_hashes, but YOSO's settings are yoso_num_h"):
+        build("bert", "yoso", yoso_num_hashes=3)(tokens())
+    with pytest.raises(ValueError, match="num_hash must be at least 1, got 0"):
+        build("bert", "yoso", yoso_num_hash=0)(tokens())
+    with pytest.raises(ValueError, match="DistilBertSelfAttention does not know which layer it is in"):
+        build("distilbert", "yoso", yoso_hash_code_len=[[4] * 4] * 2)(tokens())
+
+
+def test_long_sequences_are_sampled():
+    """Where "auto" samples, two seeds give two results; where it is exact, one."""
+    for length, equal in ((352, True), (353, False)):
+        ids = tokens(1, length)
+        outputs = [
+            build("bert", "yoso", max_position_embeddings=512, yoso_hash_seed=seed)(ids).last_hidden_state
+            for seed in (0, 1)
+        ]
+        assert torch.equal(*outputs) == equal
+
+
+def test_checkpointing_draws_the_same_hash_functions_again():
+    model = build("bert", "yoso", yoso_use_expectation=False, yoso_hash_code_len=4, hidden_dropout_prob=0.1).train()
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        torch.manual_seed(3)
+        model(tokens()).last_hidden_state.square().sum().backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("expectation", [True, False, "auto"])
+@pytest.mark.parametrize("training", [True, False])
+def test_it_compiles_into_one_graph(expectation, training):
+    model = build("bert", "yoso", yoso_use_expectation=expectation, yoso_hash_code_len=[[3, 4, 3, 5]] * 2)
+    model.train(training)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    ids, mask = padded(tokens(), (21, 8, 3), "bert")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    result = compiled(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    assert result.isfinite().all()
+    if not training:
+        expected = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lower_precision_stays_close(dtype):
+    ids, mask = padded(tokens(), (21, 8, 3), "bert")
+    expected = build("bert", "yoso")(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    result = build("bert", "yoso").to(dtype)(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    assert result.dtype == dtype
+    # as far away as softmax's own result in that dtype, twice
+    softmax = build("bert", "sdpa")(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    rounded = build("bert", "sdpa").to(dtype)(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    assert (result - expected).square().mean() < 4 * (rounded - softmax).square().mean()

@@ -1,0 +1,93 @@
+import copy
+
+import pytest
+import torch
+import transformers
+from test_attention_interface import VOCAB_SIZE, build, padded, tokens
+
+from yoso_hf import yoso_attention
+from yoso_hf.fitting import fit_hash_code_len
+
+
+def batches():
+    return [
+        dict(zip(("input_ids", "attention_mask"), padded(tokens(seed=seed), lengths, "bert"), strict=True))
+        for seed, lengths in enumerate([(21, 9, 4), (15, 21, 2)])
+    ]
+
+
+@pytest.mark.parametrize(("expectation", "highest"), [(True, 32), (False, 16)])
+def test_every_head_gets_the_number_with_the_smallest_error(expectation, highest):
+    """Against softmax and YOSO computed here, from the layers' own projections."""
+    model = build("bert", "sdpa", yoso_use_expectation=expectation, yoso_similarity="dot_product", yoso_num_hash=2000)
+    squares, errors = torch.zeros(2, 4), torch.zeros(2, highest, 4)
+    for batch in batches():
+        states = model(**batch, output_hidden_states=True).hidden_states
+        mask = batch["attention_mask"].bool()
+        for index, layer in enumerate(model.encoder.layer):
+            rows = layer.attention.self
+            query, key, value = (
+                part(states[index]).view(3, 21, 4, 8).transpose(1, 2) for part in (rows.query, rows.key, rows.value)
+            )
+            scores = (query @ key.transpose(-1, -2) / 8**0.5).masked_fill(~mask[:, None, None], -torch.inf)
+            softmax = scores.softmax(-1) @ value
+            real = mask[:, None, :, None]
+            squares[index] += (softmax * real).square().sum((0, 2, 3))
+            for number in range(1, highest + 1):
+                out = yoso_attention(
+                    query, key, value, mask, hash_code_len=number, num_hash=2000, expectation=expectation,
+                    normalization="sum", similarity="dot_product",
+                )  # fmt: skip
+                errors[index, number - 1] += ((out - softmax) * real).square().sum((0, 2, 3))
+    fit = fit_hash_code_len(model, batches())
+    if expectation:
+        assert fit.hash_code_len == (1 + errors.argmin(1)).tolist()
+        torch.testing.assert_close(torch.tensor(fit.error), errors.amin(1) / squares, rtol=1e-3, atol=1e-6)
+    else:
+        # other hash functions: the error of what was chosen is near the smallest
+        chosen = torch.tensor(fit.hash_code_len)[:, None] - 1
+        assert (errors.gather(1, chosen)[:, 0] < 1.3 * errors.amin(1) + 1e-3 * squares).all()
+    # a fit that always gives the same number would be none
+    assert len({number for layer in fit.hash_code_len for number in layer}) > 2
+
+
+def test_a_fitted_model_is_closer_to_softmax():
+    softmax = build("bert", "sdpa")
+    expected = softmax(**batches()[0]).last_hidden_state
+    real = batches()[0]["attention_mask"].bool()
+    settings = {"yoso_similarity": "dot_product", "yoso_use_expectation": True}
+    softmax.config.update(settings)
+    fit = fit_hash_code_len(softmax, batches())
+    distance = {}
+    for name, numbers in {"fitted": fit.hash_code_len, "twelve": 12}.items():
+        model = build("bert", "yoso", yoso_hash_code_len=numbers, **settings)
+        distance[name] = (model(**batches()[0]).last_hidden_state - expected)[real].norm()
+    assert distance["fitted"] < 0.7 * distance["twelve"]
+
+
+def test_the_model_is_left_as_it_was():
+    model = build("bert", "eager").train()
+    before = copy.deepcopy(model.config.to_dict())
+    fit_hash_code_len(model, batches())
+    assert model.config.to_dict() == before
+    assert model.config._attn_implementation == "eager"
+    assert model.training
+
+
+def test_layers_with_a_window_keep_their_softmax():
+    model = build("modernbert", "sdpa")
+    fit = fit_hash_code_len(model, batches())
+    assert [len(layer) for layer in fit.hash_code_len] == [4, 4]
+    assert fit.hash_code_len[1] == [12] * 4
+    assert fit.error[1] == [0.0] * 4
+    assert min(fit.error[0]) > 0
+
+
+def test_what_cannot_be_fitted_is_refused():
+    with pytest.raises(ValueError, match="batches must hold inputs"):
+        fit_hash_code_len(build("bert", "sdpa"), [])
+    with pytest.raises(ValueError, match="DistilBertSelfAttention has no layer_idx"):
+        fit_hash_code_len(build("distilbert", "sdpa"), batches())
+    config = transformers.NystromformerConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_attention_heads=4)
+    with pytest.raises(ValueError, match="model must take another attn_implementation, got a NystromformerModel"):
+        fit_hash_code_len(transformers.AutoModel.from_config(config), batches())
