@@ -47,6 +47,8 @@ def test_defaults_are_those_of_transformers():
     ours, theirs = YosoConfig().to_dict(), TransformersYosoConfig().to_dict()
     assert ours.pop("hash_seed") == 0
     assert ours.pop("sparse_prediction") is False
+    assert ours.pop("normalization") == "l2"
+    assert ours.pop("similarity") == "cosine"
     assert ours == theirs
 
 
@@ -77,6 +79,12 @@ def test_round_trip(use_expectation, tmp_path):
     [
         ({"hash_code_len": 0}, "hash_code_len", "1..16"),
         ({"hash_code_len": 17}, "hash_code_len", "1..16"),
+        ({"hash_code_len": [[17] * 12] * 12, "use_expectation": False}, "hash_code_len", "1..16"),
+        ({"hash_code_len": [[33] * 12] * 12}, "hash_code_len", "1..32"),
+        ({"hash_code_len": [[9] * 12] * 11}, "hash_code_len", "one number or 12 lists of 12"),
+        ({"hash_code_len": [[9] * 12] * 11 + [[9]]}, "hash_code_len", "one number or 12 lists of 12"),
+        ({"normalization": "softmax"}, "normalization", "'sum'"),
+        ({"similarity": "euclidean"}, "similarity", "'dot_product'"),
         ({"num_hash": 0}, "num_hash", "at least 1"),
         ({"num_hash": -3}, "num_hash", "at least 1"),
         ({"conv_window": 4}, "conv_window", "odd"),

@@ -65,8 +65,8 @@ def yoso_attention(
         key: [B, H, M, D].
         value: [B, H, M, Dv], Dv >= 1.
         key_mask: bool [B, M], True for a real token; a masked key adds nothing. None: all are real.
-        hash_code_len: tau, bits of a code, 1..16 (1..32 with expectation=True): the higher, the sharper the
-            attention. A sequence of H numbers gives every head its own.
+        hash_code_len: tau, bits of a code, 1..16: the higher, the sharper the attention. A sequence of H numbers gives
+            every head its own, 1..32 with expectation=True.
         num_hash: m, the number of hash functions, >= 1: the higher, the less noise, at a cost in proportion.
         expectation: True for the expectation itself: O(N M) time, O(N + M) memory, no randomness. "auto": the
             same where exact_is_cheaper says so, else sampled; padding counts there, so an output may depend on how
@@ -262,11 +262,12 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
 
 
 def _check_hash_code_len(hash_code_len, heads: int, expectation, functions: HashFunctions | None) -> None:
-    highest = MAX_EXACT_HASH_CODE_LEN if expectation is True else MAX_HASH_CODE_LEN
-    lengths = [hash_code_len] if isinstance(hash_code_len, int) else hash_code_len
+    by_head = not isinstance(hash_code_len, int)
+    highest = MAX_EXACT_HASH_CODE_LEN if by_head and expectation is True else MAX_HASH_CODE_LEN
+    lengths = hash_code_len if by_head else [hash_code_len]
     if not all(1 <= length <= highest for length in lengths):
         raise ValueError(f"hash_code_len must be in 1..{highest}, got {hash_code_len}")
-    if isinstance(hash_code_len, int):
+    if not by_head:
         return
     if len(hash_code_len) != heads:
         raise ValueError(f"hash_code_len must be one number or {heads}, one for each head, got {len(hash_code_len)}")

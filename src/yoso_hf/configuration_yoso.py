@@ -31,9 +31,8 @@ class YosoConfig(PreTrainedConfig):
         layer_norm_eps: epsilon of the layer normalisations.
         use_expectation: True for the exact kernel, quadratic in time; False for its estimate by hashing,
             linear; "auto" for whichever is estimated to be cheaper, by num_hash and the padded length.
-        hash_code_len: tau, the power of the kernel and the bits of a hash code, 1..16 (1..32 with
-            use_expectation=True). A list of one list for every layer, with a number for every head, gives each head
-            its own.
+        hash_code_len: tau, the power of the kernel and the bits of a hash code, 1..16. A list of one list for every
+            layer, with a number for every head, gives each head its own, 1..32 with use_expectation=True.
         num_hash: m, hash functions of a head, >= 1; more of them give a better estimate and take more time.
         conv_window: tokens under the depthwise convolution of the values (YOSO-C), odd; None: no convolution.
         use_fast_hash: True for Hadamard transforms, False for Gaussian projections.
@@ -118,15 +117,17 @@ class YosoConfig(PreTrainedConfig):
             raise ValueError("add_cross_attention must be False, got True: YOSO is an encoder")
 
     def _validate_hash_code_len(self):
-        by_layer = self.hash_code_len
+        by_layer, highest = self.hash_code_len, 16
         if isinstance(by_layer, int):
             by_layer = [[by_layer]]
-        elif [len(by_head) for by_head in by_layer] != [self.num_attention_heads] * self.num_hidden_layers:
+        elif self.use_expectation is True:
+            highest = 32
+        sizes = [len(by_head) for by_head in by_layer]
+        if by_layer is self.hash_code_len and sizes != [self.num_attention_heads] * self.num_hidden_layers:
             raise ValueError(
                 f"hash_code_len must be one number or {self.num_hidden_layers} lists of {self.num_attention_heads}, "
                 f"for layers and heads, got {self.hash_code_len}"
             )
-        highest = 32 if self.use_expectation is True else 16
         if not all(1 <= length <= highest for by_head in by_layer for length in by_head):
             raise ValueError(f"hash_code_len must be in 1..{highest}, got {self.hash_code_len}")
 
