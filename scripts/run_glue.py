@@ -44,7 +44,6 @@ from transformers import (
     DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedTokenizerBase,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
@@ -52,6 +51,7 @@ from transformers import (
 import yoso_hf  # noqa: F401, registers the models
 from yoso_hf.glue import TASKS, Table, encode, infer_task, read_file, read_hub, set_labels, write_predictions
 from yoso_hf.glue_metric import GlueMetric
+from yoso_hf.model_card import CardTrainer
 from yoso_hf.training import (
     describe_run,
     find_checkpoint,
@@ -172,6 +172,19 @@ def read_tables(args: GlueArguments, splits: list[str]) -> dict[str, Table]:
     return {split: read_file(name, getattr(args, name)) for split, name in names.items()}
 
 
+def hub_data(args: GlueArguments) -> dict[str, Any]:
+    """What a model card says of the hub's data."""
+    rows = "" if args.max_eval_samples is None else f"[:{args.max_eval_samples}]"
+    evaluated_on = {
+        "task_type": "text-classification",
+        "dataset_type": "nyu-mll/glue",
+        "dataset_name": "GLUE",
+        "dataset_config": args.task_name,
+        "dataset_split": f"validation{rows}",
+    }
+    return {"datasets": ["nyu-mll/glue"], "evaluated_on": evaluated_on}
+
+
 def first_rows(table: Table, args: GlueArguments, split: str) -> Table:
     """As much of a split as the arguments ask for."""
     limit = getattr(args, SAMPLE_LIMITS[split.partition("_")[0]])
@@ -259,7 +272,7 @@ def main(argv: list[str] | None = None) -> None:
         validation = encoded.get("validation")
     if training_args.should_save:
         write_run(training_args.output_dir, description)
-    trainer = Trainer(
+    trainer = CardTrainer(
         model=model,
         args=training_args,
         data_collator=DataCollatorWithPadding(tokenizer),
@@ -268,6 +281,7 @@ def main(argv: list[str] | None = None) -> None:
         processing_class=tokenizer,
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=predictions_of,
+        **({} if args.files() else hub_data(args)),
     )
 
     if finished:
@@ -292,6 +306,8 @@ def main(argv: list[str] | None = None) -> None:
             if trainer.is_world_process_zero():
                 path = Path(training_args.output_dir) / f"{name}.tsv"
                 write_predictions(path, outcome.predictions, task, config.id2label)
+    if training_args.push_to_hub:
+        trainer.push_to_hub()
 
 
 if __name__ == "__main__":

@@ -305,6 +305,22 @@ def make_blocks(
     return blocks
 
 
+def hub_data(args: MLMArguments) -> dict[str, Any]:
+    """What a model card says of the hub's data."""
+    data = {"datasets": [args.dataset_name]}
+    if not args.validation_file:
+        split = args.validation_split or f"{args.validation_percentage:g} % of {args.train_split}"
+        blocks = "" if args.max_eval_blocks is None else f", the first {args.max_eval_blocks} blocks"
+        data["evaluated_on"] = {
+            "task_type": "fill-mask",
+            "dataset_type": args.dataset_name,
+            "dataset_name": args.dataset_name,
+            "dataset_config": args.dataset_config_name,
+            "dataset_split": split + blocks,
+        }
+    return data
+
+
 def main(argv: list[str] | None = None) -> None:
     args, training_args = parse_arguments([MLMArguments, TrainingArguments], argv)
     training_args.do_eval |= training_args.eval_on_start
@@ -362,6 +378,7 @@ def main(argv: list[str] | None = None) -> None:
         train_dataset=blocks.get("train"),
         eval_dataset=None if validation is None else validation.with_transform(masking.mask_rows),
         processing_class=tokenizer,
+        **(hub_data(args) if args.dataset_name else {}),
     )
     if training_args.should_save:
         write_run(training_args.output_dir, description)

@@ -27,12 +27,18 @@ from .modeling_yoso import (
 
 # transformers has classes of its own for this model type: a head left out here would quietly be one of them
 AutoConfig.register("yoso", YosoConfig, exist_ok=True)
-AutoModel.register(YosoConfig, YosoModel, exist_ok=True)
-AutoModelForMaskedLM.register(YosoConfig, YosoForMaskedLM, exist_ok=True)
-AutoModelForMultipleChoice.register(YosoConfig, YosoForMultipleChoice, exist_ok=True)
-AutoModelForQuestionAnswering.register(YosoConfig, YosoForQuestionAnswering, exist_ok=True)
-AutoModelForSequenceClassification.register(YosoConfig, YosoForSequenceClassification, exist_ok=True)
-AutoModelForTokenClassification.register(YosoConfig, YosoForTokenClassification, exist_ok=True)
+# what is saved brings its code along
+YosoConfig.register_for_auto_class()
+for auto_class, model_class in {
+    AutoModel: YosoModel,
+    AutoModelForMaskedLM: YosoForMaskedLM,
+    AutoModelForMultipleChoice: YosoForMultipleChoice,
+    AutoModelForQuestionAnswering: YosoForQuestionAnswering,
+    AutoModelForSequenceClassification: YosoForSequenceClassification,
+    AutoModelForTokenClassification: YosoForTokenClassification,
+}.items():
+    auto_class.register(YosoConfig, model_class, exist_ok=True)
+    model_class.register_for_auto_class(auto_class)
 AutoTokenizer.register(YosoConfig, RobertaTokenizer, exist_ok=True)
 register_attention()
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import (
     DataCollatorForLanguageModeling,
     PreTrainedTokenizerBase,
-    Trainer,
     default_data_collator,
 )
+
+from .model_card import CardTrainer
 
 IGNORED = -100
 
@@ -69,7 +70,7 @@ class Masking:
         return {name: [block[name] for block in masked] for name in ("input_ids", "labels")}
 
 
-class MaskedLMTrainer(Trainer):
+class MaskedLMTrainer(CardTrainer):
     """Trainer for masked language modelling on blocks without padding.
 
     Training batches hold "input_ids" alone and are masked here, by a seed made of the run's seed, the step
@@ -81,7 +82,7 @@ class MaskedLMTrainer(Trainer):
         masking: the masks.
         sparse_prediction: apply the model's head to the masked positions only. Works with every model whose
             head takes the base model's last_hidden_state position by position.
-        arguments: those of Trainer.
+        arguments: those of CardTrainer.
 
     Raises:
         ValueError: sparse_prediction is asked for several GPUs in one process.

@@ -4,6 +4,8 @@ Parameter names and shapes are those of transformers' own Yoso classes, so that 
 Shapes below use B for the batch, N for the tokens of a sequence, H for the heads and D for the width of one.
 """
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,6 +34,16 @@ from .hashing import HashFunctions
 # the first two rows of the position table stand for no position, as in RoBERTa
 POSITION_OFFSET = 2
 IGNORED_LABEL = -100
+# what of the code that is saved with a model each Auto class loads
+AUTO_MAP = {
+    "AutoConfig": "configuration_yoso.YosoConfig",
+    "AutoModel": "modeling_yoso.YosoModel",
+    "AutoModelForMaskedLM": "modeling_yoso.YosoForMaskedLM",
+    "AutoModelForMultipleChoice": "modeling_yoso.YosoForMultipleChoice",
+    "AutoModelForQuestionAnswering": "modeling_yoso.YosoForQuestionAnswering",
+    "AutoModelForSequenceClassification": "modeling_yoso.YosoForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_yoso.YosoForTokenClassification",
+}
 
 
 class YosoEmbeddings(nn.Module):
@@ -284,6 +296,28 @@ class YosoPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": YosoLayer, "attentions": YosoSelfAttention}
     # a buffer in checkpoints of old versions of transformers
     _keys_to_ignore_on_load_unexpected = [r"embeddings\.position_ids$"]
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        # a class registered to be saved with its code does not answer for its subclasses, whose code may lie anywhere
+        cls._auto_class = None
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs):
+        """Saves weights and configuration, with the code that loads them with `trust_remote_code=True`.
+
+        Subclasses of the registered classes are saved without the code of the model.
+
+        Args:
+            save_directory: the directory, created where it is missing.
+            *args, **kwargs: see PreTrainedModel.save_pretrained.
+        """
+        if self.is_remote_code():
+            # all of them: for a head that is not listed, transformers' own class would load in silence
+            self.config.auto_map = dict(AUTO_MAP)
+        elif hasattr(self.config, "auto_map"):
+            # of the checkpoint that it was loaded from
+            del self.config.auto_map
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):

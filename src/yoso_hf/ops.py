@@ -2,6 +2,8 @@
 
 The extension yoso_hf._C registers kernels for CPU and CUDA; where there is none, reference.py runs, which also says
 what each operator computes. The schemas stand here rather than in C++ so that they exist without the extension too.
+A copy of this module that came with a checkpoint has operators of its own, without kernels: it may be of another
+version than an installed yoso_hf, and a checkpoint computes what its own code says.
 
 Letters in shapes: B batch, H heads, N queries, M keys, D head_dim, Dv value columns, m num_hash, tau hash_code_len.
 Outputs of shape [B, H, rows, columns] have the memory order [B, rows, H, columns]: merging the heads is a view.
@@ -10,11 +12,17 @@ Outputs of shape [B, H, rows, columns] have the memory order [B, rows, H, column
 import importlib
 import logging
 import os
+import zlib
 
 import torch
 from torch import Tensor
 
 from .reference import DEFINITIONS
+
+PACKAGE = "yoso_hf"
+IS_COPY = __package__ != PACKAGE
+# a copy lies in a package named after its checkpoint, with any characters
+NAMESPACE = f"{PACKAGE}_{zlib.crc32(__package__.encode()):08x}" if IS_COPY else PACKAGE
 
 SCHEMAS = {
     "hash_hadamard": "(Tensor x, Tensor parameters, Tensor? mask, int num_hash, int hash_code_len) -> Tensor",
@@ -34,17 +42,25 @@ SCHEMAS = {
 def compiled_backends() -> set[str]:
     """Which of "cpu" and "cuda" have compiled kernels; the reference runs on every other device."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return {name for name in ("cpu", "cuda") if has_kernel("yoso_hf::sampled_attention", name.upper())}
+    return {name for name in ("cpu", "cuda") if has_kernel(f"{NAMESPACE}::sampled_attention", name.upper())}
 
 
 def _load_extension() -> None:
     if os.environ.get("YOSO_REFERENCE") == "1":
         return
+    logger = logging.getLogger(__name__)
+    if IS_COPY:
+        logger.warning(
+            "this checkpoint's own code runs without compiled kernels, on the slower reference path; with %s "
+            "installed and imported first, its kernels run instead",
+            PACKAGE,
+        )
+        return
     try:
         # by name: code that is saved with a checkpoint must not be found to need a compiled file
-        importlib.import_module("yoso_hf._C")
+        importlib.import_module(f"{PACKAGE}._C")
     except ImportError as error:
-        logging.getLogger(__name__).warning("no compiled extension (%s): the slower reference path runs", error)
+        logger.warning("no compiled extension (%s): the slower reference path runs", error)
 
 
 def _empty_heads_last(like: Tensor, rows: int, columns: int) -> Tensor:
@@ -130,11 +146,8 @@ def _expectation_gradients(ctx, grad, _):
     return *gradients, None, None, None
 
 
-def _register() -> torch.library.Library | None:
-    if hasattr(torch.ops.yoso_hf, "sampled_attention"):
-        # another copy of this module, such as one that came with a checkpoint, has registered them
-        return None
-    library = torch.library.Library("yoso_hf", "DEF")
+def _register() -> torch.library.Library:
+    library = torch.library.Library(NAMESPACE, "DEF")
     fakes = {
         "hash_hadamard": _fake_hash,
         "hash_gaussian": _fake_hash,
@@ -148,13 +161,13 @@ def _register() -> torch.library.Library | None:
         library.define(name + schema)
         # kernels of a backend take precedence over this key
         library.impl(name, DEFINITIONS[name], "CompositeExplicitAutograd")
-        torch.library.register_fake(f"yoso_hf::{name}", fakes[name], lib=library)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fakes[name], lib=library)
     gradients = {
         "sampled_attention": (_save_sampled, _sampled_gradients),
         "expectation_attention": (_save_expectation, _expectation_gradients),
     }
     for name, (save, gradient) in gradients.items():
-        torch.library.register_autograd(f"yoso_hf::{name}", gradient, setup_context=save, lib=library)
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", gradient, setup_context=save, lib=library)
     return library
 
 
@@ -162,10 +175,11 @@ _load_extension()
 # kept: the operators live as long as the library object
 _library = _register()
 
-hash_hadamard = torch.ops.yoso_hf.hash_hadamard.default
-hash_gaussian = torch.ops.yoso_hf.hash_gaussian.default
-sampled_attention = torch.ops.yoso_hf.sampled_attention.default
-sampled_attention_backward = torch.ops.yoso_hf.sampled_attention_backward.default
-expectation_attention = torch.ops.yoso_hf.expectation_attention.default
-expectation_attention_backward = torch.ops.yoso_hf.expectation_attention_backward.default
-unit_rows_backward = torch.ops.yoso_hf.unit_rows_backward.default
+operators = getattr(torch.ops, NAMESPACE)
+hash_hadamard = operators.hash_hadamard.default
+hash_gaussian = operators.hash_gaussian.default
+sampled_attention = operators.sampled_attention.default
+sampled_attention_backward = operators.sampled_attention_backward.default
+expectation_attention = operators.expectation_attention.default
+expectation_attention_backward = operators.expectation_attention_backward.default
+unit_rows_backward = operators.unit_rows_backward.default

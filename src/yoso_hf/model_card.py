@@ -1,0 +1,288 @@
+"""Model cards: what a YOSO checkpoint is, how to load it, what it was trained on and what it reached."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import Trainer
+from transformers.modelcard import TrainingSummary, make_markdown_table
+
+from .modeling_yoso import AUTO_MAP, YosoPreTrainedModel
+from .training import write_text
+
+PIPELINE_TAGS = {
+    "AutoModel": "feature-extraction",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForMultipleChoice": "multiple-choice",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+}
+
+# how many times as fast as softmax attention, by benchmarks/results/attention-cpu.json; a test compares
+SPEED_COMMIT = "9de68ac2b3"
+SPEED_LENGTHS = (512, 4096, 16384)
+SPEED = {
+    ("sampled", "forward"): (3.4, 29.4, 122.8),
+    ("sampled", "forward and backward"): (2.7, 16.4, 26.2),
+    ("exact", "forward"): (2.0, 2.1, 2.2),
+    ("exact", "forward and backward"): (2.1, 2.3, 2.3),
+}
+
+# logged beside the metrics of an evaluation, and none of a model
+_NOT_METRICS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+
+TEXT = """---
+{metadata}
+---
+
+# {name}
+
+{summary}
+
+{settings}
+
+## Use
+
+With yoso-hf installed, on its compiled kernels:
+
+```python
+import yoso_hf
+from transformers import {auto_class}, AutoTokenizer
+
+model = {auto_class}.from_pretrained("{repo_id}")
+tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
+```
+
+Without it, on the code in this repository, plain PyTorch: the same outputs, slower.
+
+```python
+from transformers import {auto_class}, AutoTokenizer
+
+model = {auto_class}.from_pretrained("{repo_id}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
+```
+
+With neither, transformers loads a Yoso class of its own without a word. It ignores `attention_mask`, so that padding
+changes its outputs; on a CPU it cannot run sampled attention, and it refuses `use_expectation="auto"`.
+{sections}
+## Speed
+
+Attention of yoso-hf's compiled kernels, times as fast as softmax (PyTorch's `scaled_dot_product_attention`):
+`[1, 12, N, 64]`, float32, m = 32, tau = 9, two cores of an AMD EPYC (Zen 5, AVX-512), yoso-hf at commit {commit}.
+
+{speed}
+
+## Citation
+
+Zhanpeng Zeng, Yunyang Xiong, Sathya N. Ravi, Shailesh Acharya, Glenn Fung, Vikas Singh: You Only Sample (Almost) Once:
+Linear Cost Self-Attention Via Bernoulli Sampling. ICML 2021. [arXiv:2111.09714](https://arxiv.org/abs/2111.09714)
+"""
+
+
+def auto_class_of(model: YosoPreTrainedModel) -> str:
+    """The name of the Auto class that loads a model's checkpoint.
+
+    Args:
+        model: a YOSO model, or an instance of a subclass.
+
+    Returns:
+        Such as "AutoModelForMaskedLM".
+
+    Raises:
+        ValueError: it is no YOSO model.
+    """
+    names = {reference.rpartition(".")[2]: auto_class for auto_class, reference in AUTO_MAP.items()}
+    for base in type(model).__mro__:
+        if issubclass(base, YosoPreTrainedModel) and base.__name__ in names:
+            return names[base.__name__]
+    raise ValueError(f"model must be a YOSO model of yoso_hf, got {type(model).__name__}")
+
+
+def model_card(model: YosoPreTrainedModel, repo_id: str, *, training: str | None = None, **metadata: Any) -> ModelCard:
+    """Describes a checkpoint: its attention, how it is loaded, its training and the speed of the package.
+
+    Args:
+        model: the model.
+        repo_id: the repository's name on the hub, "owner/name".
+        training: Markdown for the section on training; None: no such section.
+        **metadata: fields of huggingface_hub.ModelCardData, such as license, language, datasets, base_model and
+            eval_results, a list of huggingface_hub.EvalResult. Tags are added to those of the card.
+
+    Returns:
+        The card, whose save and push_to_hub write it.
+
+    Raises:
+        ValueError: it is no YOSO model.
+    """
+    auto_class = auto_class_of(model)
+    name = repo_id.rpartition("/")[2]
+    tags = ["yoso", *(tag for tag in metadata.pop("tags", None) or () if tag != "yoso")]
+    data = ModelCardData(
+        **{
+            "library_name": "transformers",
+            "pipeline_tag": PIPELINE_TAGS[auto_class],
+            "model_name": name,
+            "tags": tags,
+            **metadata,
+        }
+    )
+    sections = ""
+    if data.eval_results:
+        sections += (
+            f"\n## Evaluation\n\n{_table(('data set', 'split', 'metric', 'value'), _rows(data.eval_results))}\n"
+        )
+    if training:
+        sections += f"\n## Training\n\n{training}\n"
+    header = ("attention", "pass", *(f"N = {length}" for length in SPEED_LENGTHS))
+    return ModelCard(
+        TEXT.format(
+            metadata=data.to_yaml(),
+            name=name,
+            summary=_summary(model),
+            settings=_table(("", ""), list(_settings(model).items())),
+            auto_class=auto_class,
+            repo_id=repo_id,
+            sections=sections,
+            commit=SPEED_COMMIT,
+            speed=_table(header, [(*case, *ratios) for case, ratios in SPEED.items()]),
+        )
+    )
+
+
+def _summary(model: YosoPreTrainedModel) -> str:
+    return (
+        f"A {type(model).__name__}: a transformer encoder with YOSO attention, whose weights are collisions of random "
+        f"hash codes, for sequences of up to {model.config.max_position_embeddings} tokens."
+    )
+
+
+def _settings(model: YosoPreTrainedModel) -> dict[str, Any]:
+    config = model.config
+    modes = {
+        True: "exact expectation, quadratic in the sequence length",
+        False: "sampled, linear in the sequence length",
+        "auto": "exact for short sequences, sampled and linear for long ones",
+    }
+    seed = "none: drawn afresh at every call" if config.hash_seed is None else config.hash_seed
+    settings = {
+        "attention (`use_expectation`)": f"{modes[config.use_expectation]} (`{config.use_expectation}`)",
+        "bits of a hash code, tau (`hash_code_len`)": config.hash_code_len,
+        "hash functions, m (`num_hash`)": config.num_hash,
+        "hash (`use_fast_hash`)": "Hadamard transforms" if config.use_fast_hash else "Gaussian projections",
+        "seed of the hash functions in eval mode (`hash_seed`)": seed,
+        "convolution (`conv_window`)": config.conv_window or "none",
+        "layers, width, heads": f"{config.num_hidden_layers}, {config.hidden_size}, {config.num_attention_heads}",
+        "parameters": f"{model.num_parameters():,}",
+    }
+    if config.use_expectation is True:
+        # nothing is hashed
+        for name in [name for name in settings if "hash function" in name or "use_fast_hash" in name]:
+            del settings[name]
+    return settings
+
+
+def _rows(results: list[EvalResult]) -> list[tuple]:
+    return [
+        (
+            f"{result.dataset_name} {result.dataset_config or ''}".strip(),
+            result.dataset_split or "",
+            result.metric_name or result.metric_type,
+            _rounded(result.metric_value),
+        )
+        for result in results
+    ]
+
+
+def _rounded(value: Any) -> Any:
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def _table(header: tuple, rows: list[tuple]) -> str:
+    lines = (header, ["---"] * len(header), *rows)
+    # a line break would end the table
+    return "\n".join("| " + " | ".join(str(cell).replace("\n", " ") for cell in line) + " |" for line in lines)
+
+
+class CardTrainer(Trainer):
+    """Trainer whose card of a YOSO model is that of `model_card`, with the run's settings and results.
+
+    Cards of other models are Trainer's own.
+
+    Args:
+        datasets: names of the hub's data sets that the model is trained on; None: data of one's own.
+        evaluated_on: what the evaluation data are, where they are a data set of the hub: the fields task_type,
+            dataset_type, dataset_name and, if need be, dataset_config and dataset_split of EvalResult.
+        *args, **arguments: those of Trainer.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        datasets: list[str] | None = None,
+        evaluated_on: dict[str, str] | None = None,
+        **arguments: Any,
+    ):
+        super().__init__(*args, **arguments)
+        self.datasets = datasets
+        self.evaluated_on = evaluated_on
+
+    def create_model_card(self, model_name: str | None = None, tags: str | list[str] | None = None, **kwargs: Any):
+        model = self.accelerator.unwrap_model(self.model)
+        if not isinstance(model, YosoPreTrainedModel):
+            super().create_model_card(model_name=model_name, tags=tags, **kwargs)
+            return
+        if not self.is_world_process_zero():
+            return
+        summary = TrainingSummary.from_trainer(self, tags=tags, model_name=model_name, **kwargs)
+        metadata = {
+            "license": summary.license,
+            "language": summary.language,
+            "base_model": summary.finetuned_from or None,
+            "datasets": self.datasets,
+            "tags": summary.tags,
+        }
+        metrics = self._final_metrics()
+        if self.evaluated_on:
+            metadata["metrics"] = list(metrics)
+            metadata["eval_results"] = [
+                EvalResult(**self.evaluated_on, metric_type=name, metric_value=value)
+                for name, value in metrics.items()
+            ]
+        card = model_card(
+            model,
+            self.hub_model_id or summary.model_name,
+            training=self._describe_training(summary, {} if self.evaluated_on else metrics),
+            **{name: value for name, value in metadata.items() if value},
+        )
+        write_text(Path(self.args.output_dir) / "README.md", str(card))
+
+    def _final_metrics(self) -> dict[str, float]:
+        """The last value of every metric."""
+        metrics = {}
+        for entry in self.state.log_history:
+            for name, value in entry.items():
+                if name.startswith("eval_") and not name.endswith(_NOT_METRICS):
+                    metrics[name.removeprefix("eval_")] = value
+        return metrics
+
+    def _describe_training(self, summary: TrainingSummary, metrics: dict[str, float]) -> str:
+        data = ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in self.datasets or ())
+        parts = [f"Trained with Trainer on {data or 'data of its own'}, {self.state.global_step} steps."]
+        if metrics:
+            rows = [(name, _rounded(value)) for name, value in metrics.items()]
+            parts.append(_table(("on the evaluation data", ""), rows))
+        if summary.hyperparameters:
+            parts.append(_table(("argument", "value"), list(summary.hyperparameters.items())))
+        if summary.eval_lines:
+            parts.append(make_markdown_table(summary.eval_lines))
+        return "\n\n".join(part.strip() for part in parts)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str | os.PathLike):
+        # Trainer takes weights and configuration from the checkpoint, but not the code that the configuration names
+        if self.is_world_process_zero():
+            for path in Path(checkpoint_folder).glob("*.py"):
+                shutil.copyfile(path, Path(self.args.output_dir) / path.name)
+        super()._push_from_checkpoint(checkpoint_folder)
