@@ -335,7 +335,7 @@ def test_a_run_of_trainer_is_pushed_with_code_and_card(hub, pushed, loaded):
     last = [entry for entry in history if "eval_loss" in entry][-1]
     assert metrics == {"loss": last["eval_loss"], "accuracy": last["eval_accuracy"]}
     assert card.data.datasets == ["nyu-mll/glue"] and "generated_from_trainer" in card.data.tags
-    assert "| learning_rate | 5e-05 |" in card.text and "2 steps" in card.text
+    assert "| learning_rate | 5e-05 |" in card.text and "2 steps of Trainer" in card.text
     _, outputs = loaded
     torch.testing.assert_close(outputs["run"], torch.load(pushed / "run.pt"), rtol=0, atol=1e-4)
 

@@ -1,8 +1,5 @@
 import copy
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -449,30 +446,6 @@ def test_save_and_load(model_class, tmp_path):
     assert_near(run(loaded, ids), expected)
     assert_near(run(copy.deepcopy(model), ids), expected)
     assert_near(run(pickle.loads(pickle.dumps(model)), ids), expected)
-
-
-LOAD_WITHOUT_PACKAGE = """
-import sys
-sys.modules["yoso_hf"] = None
-import torch
-from transformers import AutoModelForMaskedLM
-model = AutoModelForMaskedLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-print(model(torch.arange(20)[None]).logits.double().sum().item())
-"""
-
-
-@torch.no_grad()
-def test_code_saved_with_the_model_runs_without_the_package(tmp_path, monkeypatch):
-    for saved_class, auto_class in ((YosoConfig, "AutoConfig"), (YosoForMaskedLM, "AutoModelForMaskedLM")):
-        monkeypatch.setattr(saved_class, "_auto_class", auto_class)
-    model = make_model(YosoForMaskedLM, use_expectation=False, conv_window=3)
-    model.save_pretrained(tmp_path / "model")
-    command = [sys.executable, "-c", LOAD_WITHOUT_PACKAGE, str(tmp_path / "model")]
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    expected = model(torch.arange(20)[None]).logits.double().sum().item()
-    assert float(result.stdout) == pytest.approx(expected, abs=1e-3)
 
 
 @torch.no_grad()

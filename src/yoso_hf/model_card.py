@@ -270,7 +270,8 @@ class CardTrainer(Trainer):
 
     def _describe_training(self, summary: TrainingSummary, metrics: dict[str, float]) -> str:
         data = ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in self.datasets or ())
-        parts = [f"Trained with Trainer on {data or 'data of its own'}, {self.state.global_step} steps."]
+        steps = f"{self.state.global_step} step{'' if self.state.global_step == 1 else 's'}"
+        parts = [f"{steps} of Trainer on {data or 'data that are not on the hub'}."]
         if metrics:
             rows = [(name, _rounded(value)) for name, value in metrics.items()]
             parts.append(_table(("on the evaluation data", ""), rows))

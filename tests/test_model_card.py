@@ -1,0 +1,141 @@
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from doc_blocks import python_blocks
+from huggingface_hub import EvalResult, ModelCard
+from transformers import BertConfig, BertForMaskedLM, TrainingArguments
+
+import yoso_hf
+from yoso_hf import YosoConfig, YosoForMaskedLM, YosoForSequenceClassification
+from yoso_hf.model_card import SPEED, SPEED_COMMIT, SPEED_LENGTHS, CardTrainer, model_card
+from yoso_hf.modeling_yoso import AUTO_MAP
+
+ROOT = Path(__file__).parent.parent
+SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+RESULT = {"task_type": "text-classification", "dataset_type": "nyu-mll/glue", "dataset_name": "GLUE"}
+
+
+def make_card(model_class=YosoForMaskedLM, arguments=None, **changes):
+    config = YosoConfig(**{**SIZES, "max_position_embeddings": 48, **changes})
+    return model_card(model_class(config), "your-name/your-yoso", **(arguments or {}))
+
+
+def settings(card):
+    """The first table of a card."""
+    rows = [line.strip("| ").split(" | ") for line in card.text.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+@pytest.mark.parametrize("auto_class", [name for name in AUTO_MAP if name != "AutoConfig"])
+def test_card_of_every_class_loads_with_its_own_auto_class(auto_class, tmp_path):
+    card = make_card(getattr(yoso_hf, AUTO_MAP[auto_class].rpartition(".")[2]))
+    card.save(tmp_path / "README.md")
+    # transformers has a pipeline for most of the tags
+    pipelines = {"multiple-choice": auto_class, "question-answering": auto_class}
+    for tag, pipeline in transformers.pipelines.SUPPORTED_TASKS.items():
+        pipelines[tag] = [head.__name__ for head in pipeline["pt"]]
+    assert auto_class in pipelines[card.data.pipeline_tag]
+    local, remote = python_blocks(tmp_path / "README.md")
+    assert f'model = {auto_class}.from_pretrained("your-name/your-yoso")' in local
+    assert f'model = {auto_class}.from_pretrained("your-name/your-yoso", trust_remote_code=True)' in remote
+    assert "yoso_hf" in local and "yoso_hf" not in remote
+
+
+def test_card_of_a_subclass_loads_with_the_auto_class_of_its_base():
+    class Mine(YosoForSequenceClassification):
+        pass
+
+    assert make_card(Mine).data.pipeline_tag == "text-classification"
+
+
+def test_settings_are_those_of_the_configuration():
+    sampled = settings(make_card(use_expectation=False, hash_code_len=7, num_hash=24, conv_window=5))
+    assert "linear" in sampled["attention (`use_expectation`)"]
+    assert sampled["bits of a hash code, tau (`hash_code_len`)"] == "7"
+    assert sampled["hash functions, m (`num_hash`)"] == "24"
+    assert sampled["convolution (`conv_window`)"] == "5"
+    assert sampled["seed of the hash functions in eval mode (`hash_seed`)"] == "0"
+    unseeded = settings(make_card(use_expectation=False, hash_seed=None))
+    assert "drawn afresh" in unseeded["seed of the hash functions in eval mode (`hash_seed`)"]
+    # nothing is hashed
+    exact = settings(make_card(use_expectation=True))
+    assert "quadratic" in exact["attention (`use_expectation`)"]
+    assert not [name for name in exact if "num_hash" in name or "hash_seed" in name]
+    auto = settings(make_card(use_expectation="auto"))
+    assert "(`auto`)" in auto["attention (`use_expectation`)"] and "hash functions, m (`num_hash`)" in auto
+
+
+def test_number_of_parameters():
+    model = YosoForMaskedLM(YosoConfig(**SIZES))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert settings(model_card(model, "your-name/your-yoso"))["parameters"] == f"{count:,}"
+
+
+def test_metadata_survive_the_file(tmp_path):
+    result = EvalResult(**RESULT, dataset_split="validation", metric_type="accuracy", metric_value=0.79412)
+    given = {"license": "apache-2.0", "language": "en", "base_model": "a/b", "tags": ["mine"]}
+    card = make_card(arguments={**given, "eval_results": [result], "training": "On | two texts."})
+    card.save(tmp_path / "README.md")
+    read = ModelCard.load(tmp_path / "README.md")
+    assert read.data.tags == ["yoso", "mine"] and read.data.base_model == "a/b" and read.data.license == "apache-2.0"
+    assert read.data.eval_results == [result] and read.data.model_name == "your-yoso"
+    assert "| GLUE | validation | accuracy | 0.7941 |" in read.text
+    assert "## Training\n\nOn | two texts.\n" in read.text
+
+
+def test_model_of_another_kind_is_refused():
+    model = BertForMaskedLM(BertConfig(**SIZES, intermediate_size=8))
+    with pytest.raises(ValueError, match="model must be a YOSO model of yoso_hf, got BertForMaskedLM"):
+        model_card(model, "your-name/your-bert")
+
+
+def test_speed_is_that_of_the_benchmark():
+    benchmark = json.loads((ROOT / "benchmarks" / "results" / "attention-cpu.json").read_text())
+    assert benchmark["machine"]["commit"] == SPEED_COMMIT
+    rows = [row for row in benchmark["rows"] if row["group"] == "lengths"]
+    times = {(row["case"], row["task"], row["length"]): row["ms"] for row in rows}
+    cases = {"sampled": "yoso", "exact": "yoso expectation"}
+    measured = {
+        (attention, task): tuple(
+            round(times["softmax (sdpa)", task, length] / times[cases[attention], task, length], 1)
+            for length in SPEED_LENGTHS
+        )
+        for attention, task in SPEED
+    }
+    assert measured == SPEED
+
+
+def train(model, folder, **arguments):
+    rows = [{"input_ids": [0, 5, 6, 2], "labels": label % 2} for label in range(4)]
+    training_args = TrainingArguments(
+        folder, max_steps=1, use_cpu=True, report_to="none", save_strategy="no", learning_rate=2e-3
+    )
+    trainer = CardTrainer(model, training_args, train_dataset=rows, eval_dataset=rows, **arguments)
+    trainer.train()
+    metrics = trainer.evaluate()
+    trainer.create_model_card()
+    return ModelCard.load(folder / "README.md"), metrics
+
+
+def test_trainer_names_what_it_evaluated_on(tmp_path):
+    model = YosoForSequenceClassification(YosoConfig(**SIZES))
+    card, metrics = train(model, tmp_path / "run", datasets=["nyu-mll/glue"], evaluated_on=RESULT)
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.metric_value) == ("loss", metrics["eval_loss"])
+    assert result.dataset_type == "nyu-mll/glue" and card.data.datasets == ["nyu-mll/glue"]
+    assert "| learning_rate | 0.002 |" in card.text
+
+
+def test_results_on_data_of_ones_own_stand_in_the_text_alone(tmp_path):
+    model = YosoForSequenceClassification(YosoConfig(**SIZES))
+    card, metrics = train(model, tmp_path / "run")
+    assert card.data.eval_results is None and card.data.datasets is None
+    assert f"| loss | {metrics['eval_loss']:.4g} |" in card.text
+
+
+def test_other_models_have_the_card_of_trainer(tmp_path):
+    model = transformers.BertForSequenceClassification(BertConfig(**SIZES, intermediate_size=8))
+    card, _ = train(model, tmp_path / "run")
+    assert "yoso" not in card.data.tags and "generated_from_trainer" in card.data.tags
