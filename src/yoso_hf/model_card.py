@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import Trainer
 from transformers.modelcard import TrainingSummary, make_markdown_table
@@ -271,7 +273,8 @@ class CardTrainer(Trainer):
     def _describe_training(self, summary: TrainingSummary, metrics: dict[str, float]) -> str:
         data = ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in self.datasets or ())
         steps = f"{self.state.global_step} step{'' if self.state.global_step == 1 else 's'}"
-        parts = [f"{steps} of Trainer on {data or 'data that are not on the hub'}."]
+        versions = f"transformers {transformers.__version__} and torch {torch.__version__}"
+        parts = [f"{steps} of Trainer on {data or 'data that are not on the hub'}, with {versions}."]
         if metrics:
             rows = [(name, _rounded(value)) for name, value in metrics.items()]
             parts.append(_table(("on the evaluation data", ""), rows))
