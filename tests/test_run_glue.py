@@ -23,11 +23,11 @@ from transformers import (
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForMaskedLM,
-    Trainer,
 )
 
 from yoso_hf import YosoConfig, YosoForMaskedLM, YosoForSequenceClassification
 from yoso_hf.glue import TASKS, write_predictions
+from yoso_hf.model_card import CardTrainer
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "run_glue.py"
@@ -448,7 +448,7 @@ class Interrupted(Exception):
 def test_the_same_command_resumes(run_glue, checkpoints, tmp_path, monkeypatch):
     steps = []
 
-    class CountedTrainer(Trainer):
+    class CountedTrainer(CardTrainer):
         stop_at = -1
 
         def training_step(self, *args, **kwargs):
@@ -474,7 +474,7 @@ def test_the_same_command_resumes(run_glue, checkpoints, tmp_path, monkeypatch):
         )
 
     train = write_rows(tmp_path / "train.jsonl", task_rows("sst2", 32))
-    monkeypatch.setattr(run_glue, "Trainer", CountedTrainer)
+    monkeypatch.setattr(run_glue, "CardTrainer", CountedTrainer)
     run_glue.main(command("whole"))
     assert steps == list(range(7))
 
@@ -511,12 +511,12 @@ def test_the_same_command_resumes(run_glue, checkpoints, tmp_path, monkeypatch):
 def test_attention_and_configuration_are_those_asked_for(run_glue, checkpoints, tmp_path, monkeypatch):
     built = []
 
-    class SeenTrainer(Trainer):
+    class SeenTrainer(CardTrainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             built.append(self.model)
 
-    monkeypatch.setattr(run_glue, "Trainer", SeenTrainer)
+    monkeypatch.setattr(run_glue, "CardTrainer", SeenTrainer)
     train = write_rows(tmp_path / "train.jsonl", task_rows("sst2", 8))
     for architecture, name, value in (
         ("bert", "attn_implementation", "eager"),
@@ -550,12 +550,12 @@ def test_texts_are_cut_to_the_longest_input(
 ):
     longest = []
 
-    class SeenTrainer(Trainer):
+    class SeenTrainer(CardTrainer):
         def training_step(self, model, inputs, *args, **kwargs):
             longest.append(inputs["input_ids"].shape[1])
             return super().training_step(model, inputs, *args, **kwargs)
 
-    monkeypatch.setattr(run_glue, "Trainer", SeenTrainer)
+    monkeypatch.setattr(run_glue, "CardTrainer", SeenTrainer)
     rows = [{"sentence": "good " * 100, "label": 1}, {"sentence": "bad", "label": 0}]
     length = {} if requested is None else {"max_seq_length": requested}
     run_glue.main(
