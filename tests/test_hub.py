@@ -194,7 +194,13 @@ assert remote_ops.compiled_backends() == set()
 for name in yoso_hf.ops.SCHEMAS:
     assert getattr(remote_ops, name) is not getattr(yoso_hf.ops, name)
 torch.save([run(remote), run(local)], folder / f"{first}.pt")
-print(sorted(yoso_hf.ops.compiled_backends()))
+gradients = []
+for model in (remote, local):
+    with torch.enable_grad():
+        run(model).square().mean().backward()
+    gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+assert all(gradient.abs().sum() > 0 for name, gradient in gradients[0].items() if "query" in name)
+torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 """
 
 
