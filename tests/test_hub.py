@@ -39,6 +39,7 @@ MODES = {
     "auto-sampled": {"use_expectation": "auto", "num_hash": 1},
     "exact": {"use_expectation": True},
     "unseeded": {"hash_seed": None},
+    "by-head": {"hash_code_len": [[3, 4, 5, 6], [5, 5, 2, 7]], "similarity": "dot_product", "normalization": "sum"},
     "half": {"dtype": "bfloat16"},
 }
 REPOS = {name: (name, {"conv_window": 3}) for name in HEADS} | {
@@ -164,7 +165,9 @@ config = transformers.AutoConfig.from_pretrained("your-name/config", trust_remot
 found["config"] = [type(config).__module__, config.vocab_size]
 found["compiled"] = [name for name in sys.modules if name.endswith("._C") and "yoso" in name]
 
-for mode, trust_remote_code in (("exact", None), ("exact", False), ("gaussian", None), ("auto-exact", None)):
+for mode, trust_remote_code in (
+    ("exact", None), ("exact", False), ("gaussian", None), ("auto-exact", None), ("by-head", None),
+):
     try:
         model, _ = load("AutoModelForMaskedLM", f"your-name/{mode}", trust_remote_code=trust_remote_code)
         found[f"{mode} {trust_remote_code} class"] = type(model).__module__
@@ -318,6 +321,7 @@ def test_what_transformers_own_class_does_with_a_pushed_model(loaded):
     assert found["gaussian None class"].startswith("transformers.models.yoso")
     assert "AttributeError" in found["gaussian None error"]
     assert "use_expectation" in found["auto-exact None error"]
+    assert "hash_code_len" in found["by-head None error"]
 
 
 def test_a_pushed_configuration_and_tokenizer(hub, pushed, loaded):

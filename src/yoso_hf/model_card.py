@@ -68,7 +68,8 @@ tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
 ```
 
 With neither, transformers loads a Yoso class of its own without a word. It ignores `attention_mask`, so that padding
-changes its outputs; on a CPU it cannot run sampled attention, and it refuses `use_expectation="auto"`.
+changes its outputs, and `similarity` and `normalization`, which it does not know; on a CPU it cannot run sampled
+attention, and it refuses `use_expectation="auto"` and a `hash_code_len` by head.
 {sections}
 ## Speed
 
@@ -169,12 +170,18 @@ def _settings(model: YosoPreTrainedModel) -> dict[str, Any]:
         "auto": "exact for short sequences, sampled and linear for long ones",
     }
     seed = "none: drawn afresh at every call" if config.hash_seed is None else config.hash_seed
+    lengths = config.hash_code_len
+    if not isinstance(lengths, int):
+        every = [length for by_head in lengths for length in by_head]
+        lengths = f"{min(every)} to {max(every)}, by layer and head"
     settings = {
         "attention (`use_expectation`)": f"{modes[config.use_expectation]} (`{config.use_expectation}`)",
-        "bits of a hash code, tau (`hash_code_len`)": config.hash_code_len,
+        "bits of a hash code, tau (`hash_code_len`)": lengths,
         "hash functions, m (`num_hash`)": config.num_hash,
         "hash (`use_fast_hash`)": "Hadamard transforms" if config.use_fast_hash else "Gaussian projections",
         "seed of the hash functions in eval mode (`hash_seed`)": seed,
+        "similarity of query and key (`similarity`)": config.similarity,
+        "normalisation of the output (`normalization`)": config.normalization or "none",
         "convolution (`conv_window`)": config.conv_window or "none",
         "layers, width, heads": f"{config.num_hidden_layers}, {config.hidden_size}, {config.num_attention_heads}",
         "parameters": f"{model.num_parameters():,}",
