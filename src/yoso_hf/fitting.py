@@ -54,7 +54,7 @@ class _Errors:
         self._add(self.squares, layer, (out * real).square().sum((0, 1, 3)))
         errors = []
         for candidate in candidates(settings["use_expectation"]):
-            settings["hash_code_len"] = candidate
+            settings["hash_code_len"] = [candidate] * query.shape[1]
             approximation = yoso_from_settings(module, query, key, value, attention_mask, settings)
             errors.append(((approximation - out) * real).square().sum((0, 1, 3)))
         self._add(self.errors, layer, torch.stack(errors))
