@@ -8,6 +8,10 @@ namespace {
 constexpr int64_t kTileRows = 64;
 // from this many keys on, products with a transposed tile cost less than sums over lanes
 constexpr int64_t kTransposedKeys = 24;
+// buckets of at most this many pairs of a query and a key are not multiplied one by one: their pairs are listed
+constexpr int64_t kFewPairs = 4;
+// the longest list
+constexpr int64_t kListedPairs = 256;
 // heads with fewer rows are not shared among threads
 constexpr int64_t kSharedRows = 1024;
 
@@ -29,7 +33,7 @@ struct Side {
         rows(count * stride),
         inverse_length(count),
         table_size(table_size),
-        all_orders(num_hash * count),
+        all_orders(num_hash * count + kFewPairs),
         all_ends(num_hash * table_size) {}
 
   T* unit() { return rows.data(); }
@@ -82,21 +86,39 @@ struct Side {
 // What one thread needs beside the rows.
 template <class T>
 struct Scratch {
-  Buffer<int32_t> codes;
+  Buffer<int32_t> codes, pairs;
   Buffer<T> weights, tile, grad_query_product, value_key_product;
 
   Scratch(int64_t columns, int64_t value_columns, int64_t table_size)
       : codes(table_size),
+        pairs(2 * kListedPairs),
         weights(kTileRows * kTileRows),
         tile(kTileRows * value_columns),
         grad_query_product(value_columns * columns),
         value_key_product(value_columns * columns) {}
 };
 
+// Fetches the rows of the next bucket, one at every call: all at once, they would hold up the processor.
+template <class T>
+struct Ahead {
+  const T* rows[2];
+  const int32_t* order[2];
+  int64_t left[2] = {0, 0}, stride[2];
+
+  YOSO_INLINE void operator()() {
+    for (int i = 0; i < 2; ++i)
+      if (left[i] > 0) {
+        --left[i];
+        prefetch(rows[i] + *order[i]++ * stride[i], stride[i]);
+        return;
+      }
+  }
+};
+
 // Adds a bucket's part of W K to the queries' sums and of W^T Q to the keys', with W = G V^T, pair by pair.
 template <class V, class T = Element<V>>
 YOSO_INLINE void add_pairs(Side<T>& queries, const int32_t* query_order, int64_t num_queries, Side<T>& keys,
-                           const int32_t* key_order, int64_t num_keys, Scratch<T>& scratch) {
+                           const int32_t* key_order, int64_t num_keys, Scratch<T>& scratch, Ahead<T>& ahead) {
   const int64_t D = queries.columns, Dv = queries.other_columns;
   const AllRows<T> weights{scratch.weights.data(), kTileRows};
   for (int64_t k = 0; k < num_keys; k += kTileRows, key_order += kTileRows) {
@@ -113,12 +135,12 @@ YOSO_INLINE void add_pairs(Side<T>& queries, const int32_t* query_order, int64_t
       const PickedRows<T> query_sums{queries.sum(), queries.stride, query_order + q};
       if (transposed) {
         std::memset(weights.data, 0, nq * kTileRows * sizeof(T));
-        multiply<V>(nq, padded(nk), Dv, grads, 1, AllRows<T>{scratch.tile.data(), kTileRows}, weights);
+        multiply<V>(nq, padded(nk), Dv, grads, 1, AllRows<T>{scratch.tile.data(), kTileRows}, weights, ahead);
       } else {
-        dot_products<V>(nq, nk, Dv, grads, values, weights.data, kTileRows);
+        dot_products<V>(nq, nk, Dv, grads, values, weights.data, kTileRows, ahead);
       }
-      multiply<V>(nq, D, nk, weights, 1, unit_keys, query_sums);
-      multiply<V>(nk, D, nq, AllRows<T>{weights.data, 1}, kTileRows, unit_queries, key_sums);
+      multiply<V>(nq, D, nk, weights, 1, unit_keys, query_sums, ahead);
+      multiply<V>(nk, D, nq, AllRows<T>{weights.data, 1}, kTileRows, unit_queries, key_sums, ahead);
     }
   }
 }
@@ -161,9 +183,56 @@ YOSO_INLINE void add_through_products(Side<T>& queries, const int32_t* query_ord
   }
 }
 
-template <class T>
-YOSO_INLINE void prefetch_rows(Side<T>& side, const int32_t* order, int64_t count) {
-  for (int64_t i = 0; i < std::min(count, kTileRows); ++i) prefetch(side.unit() + order[i] * side.stride, side.stride);
+// Which query and key of a bucket make its pair p: query[number of keys][p] and key[number of keys][p].
+struct PairNumbers {
+  int8_t query[kFewPairs + 1][kFewPairs] = {}, key[kFewPairs + 1][kFewPairs] = {};
+  constexpr PairNumbers() {
+    for (int keys = 1; keys <= kFewPairs; ++keys)
+      for (int pair = 0; pair < kFewPairs; ++pair) {
+        query[keys][pair] = pair / keys;
+        key[keys][pair] = pair % keys;
+      }
+  }
+};
+constexpr PairNumbers kPairNumbers;
+
+// Adds what the pairs of a list weigh: the loops of a small bucket are too short to be foretold, and a product of two
+// rows waits for its sum over lanes, so the sums of as many pairs as there are lanes are taken together.
+template <class V, class T = Element<V>>
+YOSO_INLINE void add_listed_pairs(Side<T>& queries, const int32_t* query_of, Side<T>& keys, const int32_t* key_of,
+                                  int64_t count) {
+  constexpr int64_t L = kLanes<V>;
+  const int64_t D = queries.columns, Dv = queries.other_columns;
+  const int64_t query_stride = queries.stride, key_stride = keys.stride;
+  T *query_rows = queries.unit(), *key_rows = keys.unit();
+  for (int64_t first = 0; first < count; first += L) {
+    V products[L];
+    for (int64_t p = 0; p < L; ++p) {
+      const int64_t pair = std::min(first + p, count - 1);
+      const T* grad = query_rows + query_of[pair] * query_stride + D;
+      const T* value = key_rows + key_of[pair] * key_stride + D;
+      V sum = {};
+      for (int64_t c = 0; c < Dv; c += L) sum += load<V>(grad + c) * load<V>(value + c);
+      products[p] = sum;
+    }
+    alignas(64) T weights[L];
+    store_sums(products, weights);
+    for (int64_t pair = first; pair < std::min(first + L, count); ++pair) {
+      if (pair + L < count) {
+        prefetch(query_rows + query_of[pair + L] * query_stride, query_stride);
+        prefetch(key_rows + key_of[pair + L] * key_stride, key_stride);
+      }
+      const T weight = weights[pair - first];
+      T *query = query_rows + query_of[pair] * query_stride, *key = key_rows + key_of[pair] * key_stride;
+      T *query_sum = query + D + Dv, *key_sum = key + D + Dv;
+      for (int64_t c = 0; c < D; c += L) {
+        const V q = load<V>(query_sum + c) + weight * load<V>(key + c);
+        const V k = load<V>(key_sum + c) + weight * load<V>(query + c);
+        store<V>(query_sum + c, q);
+        store<V>(key_sum + c, k);
+      }
+    }
+  }
 }
 
 // Adds a hash function's buckets of the codes from `begin` to `end`, each in the cheaper order of multiplication.
@@ -184,18 +253,43 @@ YOSO_INLINE void add_buckets(Side<T>& queries, Side<T>& keys, int64_t hash, int6
     q = query_ends[code];
     k = key_ends[code];
   }
+  // nor which of these have few pairs: all write pairs, and those that have more are overwritten
+  int32_t *query_of = scratch.pairs.data(), *key_of = query_of + kListedPairs;
+  int64_t num_pairs = 0, num_larger = 0;
   for (int64_t i = 0; i < num_codes; ++i) {
-    if (i + 1 < num_codes) {
+    const int32_t code = codes[i], first_q = begin_of(query_ends, code), first_k = begin_of(key_ends, code);
+    const int32_t nq = query_ends[code] - first_q, nk = key_ends[code] - first_k;
+    const bool few = int64_t{nq} * nk <= kFewPairs;
+    const int32_t numbers = few ? nk : 0;
+    for (int p = 0; p < kFewPairs; ++p) {
+      query_of[num_pairs + p] = query_order[first_q + kPairNumbers.query[numbers][p]];
+      key_of[num_pairs + p] = key_order[first_k + kPairNumbers.key[numbers][p]];
+    }
+    num_pairs += few ? nq * nk : 0;
+    codes[num_larger] = code;
+    num_larger += !few;
+    if (num_pairs > kListedPairs - kFewPairs) {
+      add_listed_pairs<V>(queries, query_of, keys, key_of, num_pairs);
+      num_pairs = 0;
+    }
+  }
+  add_listed_pairs<V>(queries, query_of, keys, key_of, num_pairs);
+  Ahead<T> ahead{{queries.unit(), keys.unit()}, {}, {}, {queries.stride, keys.stride}};
+  for (int64_t i = 0; i < num_larger; ++i) {
+    if (i + 1 < num_larger) {
       const int64_t next = codes[i + 1], next_q = begin_of(query_ends, next), next_k = begin_of(key_ends, next);
-      prefetch_rows(queries, query_order + next_q, query_ends[next] - next_q);
-      prefetch_rows(keys, key_order + next_k, key_ends[next] - next_k);
+      ahead.order[0] = query_order + next_q;
+      ahead.order[1] = key_order + next_k;
+      ahead.left[0] = std::min<int64_t>(query_ends[next] - next_q, kTileRows);
+      ahead.left[1] = std::min<int64_t>(key_ends[next] - next_k, kTileRows);
     }
     const int64_t code = codes[i], first_q = begin_of(query_ends, code), first_k = begin_of(key_ends, code);
     const int64_t nq = query_ends[code] - first_q, nk = key_ends[code] - first_k;
     if (nq * nk * (2 * D + Dv) <= 2 * (nq + nk) * D * Dv)
-      add_pairs<V>(queries, query_order + first_q, nq, keys, key_order + first_k, nk, scratch);
+      add_pairs<V>(queries, query_order + first_q, nq, keys, key_order + first_k, nk, scratch, ahead);
     else
       add_through_products<V>(queries, query_order + first_q, nq, keys, key_order + first_k, nk, scratch);
+    while (ahead.left[0] + ahead.left[1] > 0) ahead();
   }
 }
 

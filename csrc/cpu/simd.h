@@ -261,24 +261,30 @@ YOSO_INLINE void multiply_tile(int64_t K, A a, int64_t a_step, B b, To c, int64_
     }
 }
 
-template <class V, int C, class A, class B, class To>
-YOSO_INLINE void multiply_columns(int64_t I, int64_t K, A a, int64_t a_step, B b, To c, int64_t j) {
+// what most products do between their tiles
+struct Nothing {
+  YOSO_INLINE void operator()() const {}
+};
+
+template <class V, int C, class A, class B, class To, class F>
+YOSO_INLINE void multiply_columns(int64_t I, int64_t K, A a, int64_t a_step, B b, To c, int64_t j, F& after_tile) {
   int64_t i = 0;
-  for (; i + 4 <= I; i += 4) multiply_tile<V, 4, C>(K, a, a_step, b, c, i, j);
-  for (; i < I; ++i) multiply_tile<V, 1, C>(K, a, a_step, b, c, i, j);
+  for (; i + 4 <= I; i += 4, after_tile()) multiply_tile<V, 4, C>(K, a, a_step, b, c, i, j);
+  for (; i < I; ++i, after_tile()) multiply_tile<V, 1, C>(K, a, a_step, b, c, i, j);
 }
 
 // c[i][j] += sum over k of a[i][k * a_step] * b[k][j], for i < I, k < K, j < J; J a multiple of kRowQuantum. With
-// a_step other than 1, a is the transpose of a matrix of that many columns.
-template <class V, class A, class B, class To>
-YOSO_INLINE void multiply(int64_t I, int64_t J, int64_t K, A a, int64_t a_step, B b, To c) {
+// a_step other than 1, a is the transpose of a matrix of that many columns. Calls after_tile() now
+// and then, for a caller that has something to fetch meanwhile.
+template <class V, class A, class B, class To, class F = const Nothing>
+YOSO_INLINE void multiply(int64_t I, int64_t J, int64_t K, A a, int64_t a_step, B b, To c, F& after_tile = {}) {
   // tiles of sums that fit the registers: 32 of AVX-512, 16 otherwise
   constexpr int kWide = sizeof(V) == 64 ? 4 : 2;
   constexpr int64_t L = kLanes<V>;
   int64_t j = 0;
-  for (; j + kWide * L <= J; j += kWide * L) multiply_columns<V, kWide>(I, K, a, a_step, b, c, j);
-  for (; j + 2 * L <= J; j += 2 * L) multiply_columns<V, 2>(I, K, a, a_step, b, c, j);
-  for (; j < J; j += L) multiply_columns<V, 1>(I, K, a, a_step, b, c, j);
+  for (; j + kWide * L <= J; j += kWide * L) multiply_columns<V, kWide>(I, K, a, a_step, b, c, j, after_tile);
+  for (; j + 2 * L <= J; j += 2 * L) multiply_columns<V, 2>(I, K, a, a_step, b, c, j, after_tile);
+  for (; j < J; j += L) multiply_columns<V, 1>(I, K, a, a_step, b, c, j, after_tile);
 }
 
 // Adds up blocks of 2 * Half lanes of two vectors by halves: the blocks of Half lanes of the result are those of a,
@@ -321,19 +327,20 @@ YOSO_INLINE void dot_tile(int64_t columns, A a, B b, int64_t i, int64_t j, Eleme
     for (int v = 0; v < C; ++v) c[(i + r) * c_stride + j + v] = sums[r * C + v];
 }
 
-// c[i][j] = a[i] . b[j] for rows of padded length `columns`.
-template <class V, class A, class B>
-YOSO_INLINE void dot_products(int64_t I, int64_t J, int64_t columns, A a, B b, Element<V>* c, int64_t c_stride) {
+// c[i][j] = a[i] . b[j] for rows of padded length `columns`; after_tile() as above.
+template <class V, class A, class B, class F>
+YOSO_INLINE void dot_products(int64_t I, int64_t J, int64_t columns, A a, B b, Element<V>* c, int64_t c_stride,
+                              F& after_tile) {
   int64_t i = 0;
   for (; i + 2 <= I; i += 2) {
     int64_t j = 0;
-    for (; j + 4 <= J; j += 4) dot_tile<V, 2, 4>(columns, a, b, i, j, c, c_stride);
-    for (; j < J; ++j) dot_tile<V, 2, 1>(columns, a, b, i, j, c, c_stride);
+    for (; j + 4 <= J; j += 4, after_tile()) dot_tile<V, 2, 4>(columns, a, b, i, j, c, c_stride);
+    for (; j < J; ++j, after_tile()) dot_tile<V, 2, 1>(columns, a, b, i, j, c, c_stride);
   }
   for (; i < I; ++i) {
     int64_t j = 0;
-    for (; j + 4 <= J; j += 4) dot_tile<V, 1, 4>(columns, a, b, i, j, c, c_stride);
-    for (; j < J; ++j) dot_tile<V, 1, 1>(columns, a, b, i, j, c, c_stride);
+    for (; j + 4 <= J; j += 4, after_tile()) dot_tile<V, 1, 4>(columns, a, b, i, j, c, c_stride);
+    for (; j < J; ++j, after_tile()) dot_tile<V, 1, 1>(columns, a, b, i, j, c, c_stride);
   }
 }
 
