@@ -100,6 +100,13 @@ class YosoSelfAttention(nn.Module):
         hash_parameters = self.seeded_hash_parameters() if seeded else None
         self.register_buffer("hash_parameters", hash_parameters, persistent=False)
 
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.hash_parameters is not None:
+            # half() would round them to other hash functions, to_empty() lose them
+            self.hash_parameters = self.seeded_hash_parameters().to(self.hash_parameters.device)
+        return self
+
     def hash_sizes(self) -> tuple[int, int, int, int]:
         head_dim = self.head_dim + (2 if self.similarity == "dot_product" else 0)
         longest = self.hash_code_len if isinstance(self.hash_code_len, int) else max(self.hash_code_len)
