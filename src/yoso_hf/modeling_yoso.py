@@ -724,7 +724,8 @@ def first_token(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
         return hidden_states[:, 0]
     # argmax gives the first of equal maxima, and index 0 where all is padding
     index = attention_mask.bool().int().argmax(dim=1)
-    return hidden_states[torch.arange(len(index), device=index.device), index]
+    # not len(index), which torch.export would take for a constant
+    return hidden_states[torch.arange(index.shape[0], device=index.device), index]
 
 
 def count_labels(labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
