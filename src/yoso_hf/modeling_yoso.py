@@ -60,7 +60,10 @@ class YosoEmbeddings(nn.Module):
     def forward(self, word_embeddings: Tensor, position_ids: Tensor, token_type_ids: Tensor) -> Tensor:
         positions = self.position_embeddings(position_ids)
         token_types = self.token_type_embeddings(token_type_ids)
-        return self.dropout(self.LayerNorm(word_embeddings + positions + token_types))
+        # accelerate may place the tables on different devices
+        device = word_embeddings.device
+        embeddings = word_embeddings + positions.to(device) + token_types.to(device)
+        return self.dropout(self.LayerNorm(embeddings))
 
 
 class YosoSelfAttention(nn.Module):
@@ -299,7 +302,8 @@ class YosoPreTrainedModel(PreTrainedModel):
     config: YosoConfig
     base_model_prefix = "yoso"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["YosoEmbeddings", "YosoLayer"]
+    # also what FSDP shards as one: not the embeddings, whose words the language model's output layer shares
+    _no_split_modules = ["YosoLayer"]
     _can_record_outputs = {"hidden_states": YosoLayer, "attentions": YosoSelfAttention}
     # a buffer in checkpoints of old versions of transformers
     _keys_to_ignore_on_load_unexpected = [r"embeddings\.position_ids$"]
