@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .graphs import expectation_attention_graph, sampled_attention_graph
 from .hashing import MAX_HASH_CODE_LEN, HashFunctions
 from .ops import expectation_attention, sampled_attention
 
@@ -133,15 +134,16 @@ def yoso_attention(
 
     def of_heads(query: Tensor, key: Tensor, value: Tensor, hash_code_len: int, functions: HashFunctions | None):
         if expectation:
-            out, _ = expectation_attention(query, key, value, hash_code_len, backward == "exact", unit)
+            attend = expectation_attention_graph if torch.onnx.is_in_onnx_export() else expectation_attention
+            out, _ = attend(query, key, value, hash_code_len, backward == "exact", unit)
             return out
         if functions is None:
             sizes = (query.shape[1], head_dim, num_hash, hash_code_len)
             functions = HashFunctions.sample(*sizes, device=query.device)
         query_codes = functions.codes(query.detach())
         key_codes = functions.codes(key.detach(), key_mask)
-        exact_sum = backward == "expectation"
-        out, _ = sampled_attention(query, key, value, query_codes, key_codes, hash_code_len, exact_sum, unit)
+        attend = sampled_attention_graph if torch.onnx.is_in_onnx_export() else sampled_attention
+        out, _ = attend(query, key, value, query_codes, key_codes, hash_code_len, backward == "expectation", unit)
         return out
 
     if isinstance(hash_code_len, int):

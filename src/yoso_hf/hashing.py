@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .graphs import hash_gaussian_graph, hash_hadamard_graph
 from .ops import hash_gaussian, hash_hadamard
 
 MAX_HASH_CODE_LEN = 16
@@ -142,5 +143,8 @@ class HashFunctions:
         Returns:
             Codes in [0, 2**tau), and -1 where the mask is False; shape [B, H, m, N], int16 for tau <= 15, else int32.
         """
-        hash_op = hash_gaussian if self.kind == "gaussian" else hash_hadamard
+        if torch.onnx.is_in_onnx_export():
+            hash_op = hash_gaussian_graph if self.kind == "gaussian" else hash_hadamard_graph
+        else:
+            hash_op = hash_gaussian if self.kind == "gaussian" else hash_hadamard
         return hash_op(x, self.parameters.float(), mask, self.num_hash, self.hash_code_len)

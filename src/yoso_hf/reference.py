@@ -184,8 +184,10 @@ def _bucket_rows(query_codes: Tensor, key_codes: Tensor, hash_code_len: int):
     Row 0 belongs to the codes that are in no bucket.
     """
     batch_heads = query_codes.shape[0] * query_codes.shape[1]
-    first = (torch.arange(batch_heads, device=query_codes.device) << hash_code_len)[:, None] + 1
-    num_rows = (batch_heads << hash_code_len) + 1
+    # products, because exporters cannot shift a symbolic number of rows
+    num_buckets = 1 << hash_code_len
+    first = torch.arange(batch_heads, device=query_codes.device)[:, None] * num_buckets + 1
+    num_rows = batch_heads * num_buckets + 1
     for query_code, key_code in zip(query_codes.unbind(2), key_codes.unbind(2), strict=True):
         rows = (torch.where(c < 0, 0, first + c) for c in (query_code.flatten(0, 1), key_code.flatten(0, 1)))
         yield *rows, num_rows
