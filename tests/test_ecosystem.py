@@ -224,6 +224,7 @@ DEVICE_MAPS = {
 
 @torch.no_grad()
 @both_modes
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("device_map", DEVICE_MAPS.values(), ids=DEVICE_MAPS)
 def test_device_map(mode, tied, device_map, tmp_path):
@@ -451,9 +452,28 @@ def test_export_of_auto_needs_a_fixed_length():
     inputs, _ = make_batch()
     exported = torch.export.export(model, (), inputs).module()
     assert_near(exported(**inputs)[0], model(**inputs)[0])
-    message = r'use_expectation="auto"\) cannot be exported with a dynamic length: choose True or False'
+    message = r'use_expectation="auto"\) cannot be exported with a dynamic length or strict=True: choose True or False'
     with pytest.raises(ValueError, match=message):
         torch.export.export(model, (), inputs, dynamic_shapes=dynamic_shapes(inputs))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_refuses_auto_with_a_dynamic_length(tmp_path):
+    pytest.importorskip("onnxscript")
+    model = make_model(YosoModel, num_hidden_layers=1, use_expectation="auto")
+    inputs, _ = make_batch()
+    shapes = dynamic_shapes(inputs)
+    with pytest.raises(torch.onnx.OnnxExporterError, match=r"cannot be exported with a dynamic length"):
+        torch.onnx.export(model, (), tmp_path / "x", kwargs=inputs, dynamic_shapes=shapes, dynamo=True, verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_refuses_a_program_exported_before(tmp_path):
+    pytest.importorskip("onnxscript")
+    inputs, _ = make_batch()
+    program = torch.export.export(make_model(YosoModel, num_hidden_layers=1), (), inputs)
+    with pytest.raises(torch.onnx.OnnxExporterError, match=r"yoso_hf\.hash_hadamard"):
+        torch.onnx.export(program, f=tmp_path / "x", dynamo=True, verbose=False)
 
 
 ONNX = {
@@ -639,6 +659,7 @@ def python_blocks(path):
     return re.findall(r"^```python\n(.*?)^```$", path.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_blocks_of_the_guide_run(tmp_path, monkeypatch):
     for package in ("accelerate", "sentence_transformers", "peft", "onnxscript", "onnxruntime", "torchao"):

@@ -38,12 +38,14 @@ def exact_is_cheaper(num_queries: int, num_keys: int, num_hash: int) -> bool:
         True while the harmonic mean of N and M is at most EXACT_TOKENS_PER_HASH m.
 
     Raises:
-        ValueError: a length that torch.export holds for dynamic; an exported program has one of the two kernels.
+        ValueError: torch.export with a dynamic length or strict=True; an exported program has one of the two kernels.
     """
-    if torch.compiler.is_exporting() and (isinstance(num_queries, torch.SymInt) or isinstance(num_keys, torch.SymInt)):
+    dynamic = isinstance(num_queries, torch.SymInt) or isinstance(num_keys, torch.SymInt)
+    # strict export, which hides from this code whether a length is dynamic, is refused altogether
+    if torch.compiler.is_exporting() and (dynamic or torch.compiler.is_dynamo_compiling()):
         raise ValueError(
-            'expectation="auto" (of a model: use_expectation="auto") cannot be exported with a dynamic length: '
-            "choose True or False, or export a fixed length"
+            'expectation="auto" (of a model: use_expectation="auto") cannot be exported with a dynamic length '
+            "or strict=True: choose True or False, or export a fixed length with strict=False"
         )
     # one rule with and without gradients: checkpointing runs a layer both ways, and must compute the same twice
     return 2 * num_queries * num_keys <= EXACT_TOKENS_PER_HASH * (num_queries + num_keys) * num_hash
