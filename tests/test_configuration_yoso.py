@@ -49,6 +49,7 @@ def test_defaults_are_those_of_transformers():
     assert ours.pop("sparse_prediction") is False
     assert ours.pop("normalization") == "l2"
     assert ours.pop("similarity") == "cosine"
+    assert ours.pop("classifier_activation") is None
     assert ours == theirs
 
 

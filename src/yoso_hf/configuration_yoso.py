@@ -11,7 +11,7 @@ class YosoConfig(PreTrainedConfig):
     """Sizes and attention settings of a YOSO model.
 
     The keys and defaults are those of transformers' own YosoConfig, with `normalization`, `similarity`,
-    `hash_seed` and `sparse_prediction` added; they give the shape of
+    `hash_seed`, `sparse_prediction` and `classifier_activation` added; they give the shape of
     [uw-madison/yoso-4096](https://huggingface.co/uw-madison/yoso-4096). The attention reads them when the model is
     built: changing them later has no effect on it.
 
@@ -48,6 +48,7 @@ class YosoConfig(PreTrainedConfig):
         hash_seed: seed of the hash functions in eval mode, 0..2**32 - 1, drawn once for every layer; None:
             drawn afresh from torch's global generator at each call, as always in training.
         sparse_prediction: given labels, YosoForMaskedLM computes logits for the labelled positions only.
+        classifier_activation: name of the activation in YosoForSequenceClassification's head; None: hidden_act.
 
     Raises:
         huggingface_hub.errors.StrictDataclassError: a value of the wrong type or out of range.
@@ -82,6 +83,7 @@ class YosoConfig(PreTrainedConfig):
     similarity: Literal["cosine", "dot_product"] = "cosine"
     hash_seed: int | None = 0
     sparse_prediction: bool = False
+    classifier_activation: str | None = None
 
     def __post_init__(self, **kwargs):
         # published YOSO models carry this class beside the files of a RoBERTa tokenizer

@@ -287,7 +287,7 @@ class YosoClassificationHead(nn.Module):
     def __init__(self, config: YosoConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.activation = ACT2FN[config.hidden_act]
+        self.activation = ACT2FN[config.classifier_activation or config.hidden_act]
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
 
