@@ -1,0 +1,98 @@
+"""Turn a BERT, RoBERTa, XLM-R, CamemBERT or ELECTRA checkpoint into a Yoso checkpoint that takes longer texts.
+
+    # what the model becomes, and how far its outputs moved on your own text
+    python scripts/convert_checkpoint.py --model_name_or_path FacebookAI/roberta-base --max_position_embeddings 4096 \\
+        --text_file 'documents/*.jsonl' --output_dir runs/roberta-4096
+
+    # then further pretraining at the new length, which gets used to the other attention
+    python scripts/run_mlm.py --model_name_or_path runs/roberta-4096 --train_file 'documents/*.jsonl' \\
+        --block_size 4096 --do_train --do_eval --max_steps 1000 --learning_rate 5e-5 --output_dir runs/continued
+
+    # a checkpoint of YOSO's authors (mlpen/YOSO), with their config.json beside it or one directory up
+    python scripts/convert_checkpoint.py --model_name_or_path models/yoso-v1-32-small/model/cp-0249.model \\
+        --tokenizer_name FacebookAI/roberta-base --output_dir runs/yoso-small
+
+    # a longer Yoso: positions stretched instead of repeated
+    python scripts/convert_checkpoint.py --model_name_or_path uw-madison/yoso-4096 --max_position_embeddings 8192 \\
+        --position_method interpolate --output_dir runs/yoso-8192
+
+The report that is printed is saved as conversion.json beside the checkpoint. Nothing is written before all is done.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+from transformers import set_seed
+
+from yoso_hf.conversion import POSITION_METHODS, convert_checkpoint
+from yoso_hf.data import find_files, read_files, select_text
+from yoso_hf.training import parse_arguments
+
+
+@dataclass
+class ConversionArguments:
+    """What to convert, and how."""
+
+    model_name_or_path: str = field(metadata={"help": "checkpoint to convert: a hub name, a directory, or a file"})
+    output_dir: str = field(metadata={"help": "directory of the new checkpoint"})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "default: model_name_or_path"})
+    max_position_embeddings: int | None = field(
+        default=None, metadata={"help": "longest sequence of the new model, in tokens; default: as before"}
+    )
+    position_method: str = field(
+        default="tile",
+        metadata={"help": "repeat the positions, or stretch them", "choices": list(POSITION_METHODS)},
+    )
+    hash_code_len: int | None = field(default=None, metadata={"help": "tau; default: 12, a YOSO model's own"})
+    num_hash: int | None = field(default=None, metadata={"help": "m; default: 64, a YOSO model's own"})
+    use_expectation: str | None = field(
+        default=None,
+        metadata={
+            "help": "exact kernel, sampled, or the cheaper one; default: auto, a YOSO model's own",
+            "choices": ["true", "false", "auto"],
+        },
+    )
+    text_file: list[str] | None = field(
+        default=None,
+        metadata={"help": "txt, json, jsonl or parquet files, or globs, with texts to compare the outputs on"},
+    )
+    text_column: str = field(default="text", metadata={"help": "the column that holds the text"})
+    document: str = field(
+        default="paragraph",
+        metadata={"help": "what a text is in txt files", "choices": ["line", "paragraph", "file"]},
+    )
+    max_texts: int = field(default=32, metadata={"help": "compare on the first so many texts"})
+    overwrite: bool = field(default=False, metadata={"help": "replace a checkpoint in output_dir"})
+
+
+def read_texts(args: ConversionArguments) -> list[str]:
+    source = "--text_file"
+    rows = read_files(find_files(args.text_file, source), source, document=args.document, streaming=True)
+    texts = (row["text"] for row in select_text(rows, args.text_column, source))
+    return list(itertools.islice((text for text in texts if text and text.strip()), args.max_texts))
+
+
+def main(argv: list[str] | None = None) -> None:
+    (args,) = parse_arguments([ConversionArguments], argv)
+    if args.max_texts < 1:
+        raise ValueError(f"--max_texts must be at least 1, got {args.max_texts}")
+    # of the weights that are new
+    set_seed(0)
+    report = convert_checkpoint(
+        args.model_name_or_path,
+        args.output_dir,
+        max_position_embeddings=args.max_position_embeddings,
+        position_method=args.position_method,
+        hash_code_len=args.hash_code_len,
+        num_hash=args.num_hash,
+        use_expectation={"true": True, "false": False}.get(args.use_expectation, args.use_expectation),
+        tokenizer_name=args.tokenizer_name,
+        texts=read_texts(args) if args.text_file else None,
+        overwrite=args.overwrite,
+    )
+    print(report)
+    print(f"checkpoint and conversion.json: {args.output_dir}")
+
+
+if __name__ == "__main__":
+    main()

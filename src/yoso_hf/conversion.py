@@ -1,0 +1,683 @@
+"""Checkpoints of softmax encoders, and of YOSO's authors, turned into checkpoints of this package."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForNextSentencePrediction,
+    AutoModelForPreTraining,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from .configuration_yoso import YosoConfig
+from .mlm import IGNORED, Masking
+from .modeling_yoso import (
+    POSITION_OFFSET,
+    YosoForMaskedLM,
+    YosoForMultipleChoice,
+    YosoForQuestionAnswering,
+    YosoForSequenceClassification,
+    YosoForTokenClassification,
+    YosoPreTrainedModel,
+)
+from .training import write_text
+
+REPORT_FILE = "conversion.json"
+POSITION_METHODS = ("tile", "interpolate")
+# what a softmax model's attention becomes unless the caller says otherwise. With 64 hash functions "auto" is exact
+# up to 704 tokens, so a text that the original could take gets no noise
+SOFTMAX_ATTENTION = {
+    "normalization": "sum",
+    "asymmetric_keys": True,
+    "hash_code_len": 12,
+    "num_hash": 64,
+    "use_expectation": "auto",
+}
+MASKED_SHARE = 0.15
+
+# by model type, what the names of its classes begin with
+_CLASS_PREFIXES = {
+    "bert": "Bert",
+    "camembert": "Camembert",
+    "electra": "Electra",
+    "roberta": "Roberta",
+    "xlm-roberta": "XLMRoberta",
+    "yoso": "Yoso",
+}
+# by the rest of the class's name, how to load it and what it becomes
+_TASKS = {
+    "Model": (AutoModel, YosoForMaskedLM),
+    "ForMaskedLM": (AutoModelForMaskedLM, YosoForMaskedLM),
+    "ForMultipleChoice": (AutoModelForMultipleChoice, YosoForMultipleChoice),
+    "ForNextSentencePrediction": (AutoModelForNextSentencePrediction, YosoForMaskedLM),
+    "ForPreTraining": (AutoModelForPreTraining, YosoForMaskedLM),
+    "ForQuestionAnswering": (AutoModelForQuestionAnswering, YosoForQuestionAnswering),
+    "ForSequenceClassification": (AutoModelForSequenceClassification, YosoForSequenceClassification),
+    "ForTokenClassification": (AutoModelForTokenClassification, YosoForTokenClassification),
+}
+_POSITION_TABLE = "yoso.embeddings.position_embeddings.weight"
+# of a Yoso configuration, what is written anew
+_NOT_COPIED = ("model_type", "architectures", "transformers_version", "max_position_embeddings", "dtype")
+_COPIED_SETTINGS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "hidden_act",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "type_vocab_size",
+    "initializer_range",
+    "layer_norm_eps",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "id2label",
+    "label2id",
+    "problem_type",
+)
+_MLM_TRANSFORM = "cls.predictions.transform."
+# language model heads, whose weights go by other names than BERT's
+_MLM_PREFIXES = {
+    "lm_head.dense.": _MLM_TRANSFORM + "dense.",
+    "lm_head.layer_norm.": _MLM_TRANSFORM + "LayerNorm.",
+    "lm_head.decoder.": "cls.predictions.decoder.",
+    "lm_head.bias": "cls.predictions.bias",
+    "generator_predictions.dense.": _MLM_TRANSFORM + "dense.",
+    "generator_predictions.LayerNorm.": _MLM_TRANSFORM + "LayerNorm.",
+    "generator_lm_head.": "cls.predictions.decoder.",
+}
+_EXACT_GELU = ("gelu", "gelu_python")
+# what has no counterpart, and why
+_DROPPED_PREFIXES = {
+    "pooler.": "Yoso has no pooler",
+    "cls.seq_relationship.": "Yoso has no head for pairs of sentences",
+    "discriminator_predictions.": "Yoso has no head that tells replaced tokens",
+    "sequence_summary.": "YosoForMultipleChoice has another activation between its layers",
+}
+
+# names in the checkpoints of mlpen/YOSO: those of its code, and those of the models published from it
+_AUTHORS_NAMES = (
+    (r"model\.embeddings\.norm\.", r"yoso.embeddings.LayerNorm."),
+    (r"model\.embeddings\.(word|position|token_type)_embeddings\.", r"yoso.embeddings.\1_embeddings."),
+    (r"mlm\.dense\.", _MLM_TRANSFORM + "dense."),
+    (r"mlm\.norm\.", _MLM_TRANSFORM + "LayerNorm."),
+    (r"mlm\.mlm_class\.", "cls.predictions.decoder."),
+)
+_AUTHORS_LAYER = re.compile(r"model\.(?:backbone\.backbone\.(?:encoders\.(\d+)|encoder)|transformer_(\d+))\.(.*)")
+_AUTHORS_LAYER_NAMES = (
+    (r"mha\.W_q\.", "attention.self.query."),
+    (r"mha\.W_k\.", "attention.self.key."),
+    (r"mha\.W_v\.", "attention.self.value."),
+    (r"mha\.attn\.conv\.", "attention.self.conv."),
+    (r"mha\.ff\.", "attention.output.dense."),
+    (r"norm1\.", "attention.output.LayerNorm."),
+    (r"ff(?:\.0|1)\.", "intermediate.dense."),
+    (r"ff(?:\.2|2)\.", "output.dense."),
+    (r"norm2\.", "output.LayerNorm."),
+)
+_AUTHORS_DROPPED = {
+    "model.pooler.": "Yoso has no pooler",
+    "sen_class.": "Yoso has no head for pairs of sentences",
+}
+
+
+@dataclass
+class Comparison:
+    """How far a conversion moved a model's outputs, on texts that both can take.
+
+    Args:
+        num_texts: texts compared.
+        num_tokens: their tokens, special ones included.
+        cosine: cosine of a token's last hidden state before and after, the mean over all tokens.
+        cosine_by_layer: the same for the embeddings and after each layer.
+        num_masked: tokens masked; 0, and None below, where the original has no language model head that was kept.
+        original_loss, converted_loss: mean cross-entropy of the masked tokens.
+        original_accuracy, converted_accuracy: share of them that the model ranks first.
+    """
+
+    num_texts: int
+    num_tokens: int
+    cosine: float
+    cosine_by_layer: list[float]
+    num_masked: int = 0
+    original_loss: float | None = None
+    converted_loss: float | None = None
+    original_accuracy: float | None = None
+    converted_accuracy: float | None = None
+
+
+@dataclass
+class ConversionReport:
+    """What a conversion did.
+
+    Args:
+        source: the checkpoint that was converted.
+        source_architecture, architecture: its class and the new one.
+        original_positions, positions: how many tokens the original takes and how many the new checkpoint.
+        position_method: "tile" or "interpolate", how the table was lengthened; "copy" or "cut" where it was not.
+        mapped: by name of a new weight, the name of the original it was taken from.
+        new: names of weights that start at random.
+        dropped: by name of an original weight, why it has no place.
+        notes: what else differs from the original.
+        comparison: how far the outputs moved; None where no texts were given.
+    """
+
+    source: str
+    source_architecture: str
+    architecture: str
+    original_positions: int
+    positions: int
+    position_method: str
+    mapped: dict[str, str]
+    new: list[str]
+    dropped: dict[str, str]
+    notes: list[str]
+    comparison: Comparison | None = None
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.source}: {self.source_architecture} -> {self.architecture}",
+            f"positions   {self.original_positions} -> {self.positions} ({self.position_method})",
+            f"weights     {len(self.mapped)} mapped, {len(self.new)} new, {len(self.dropped)} dropped",
+            *(f"  new       {name}" for name in self.new),
+            *(f"  dropped   {name}: {reason}" for name, reason in self.dropped.items()),
+            *(f"note        {note}" for note in self.notes),
+        ]
+        if self.comparison is None:
+            lines.append("outputs     not compared")
+        else:
+            found = self.comparison
+            lines.append(
+                f"outputs     mean cosine of the last hidden states {found.cosine:.4f}, "
+                f"{found.num_tokens} tokens of {found.num_texts} texts"
+            )
+            if found.num_masked:
+                lines.append(
+                    f"masked      loss {found.original_loss:.3f} -> {found.converted_loss:.3f}, "
+                    f"accuracy {found.original_accuracy:.1%} -> {found.converted_accuracy:.1%}, "
+                    f"{found.num_masked} tokens"
+                )
+        return "\n".join(lines)
+
+
+@dataclass
+class _Source:
+    """A checkpoint as read: its weights by their own names, and what becomes of each."""
+
+    architecture: str
+    target_class: type[YosoPreTrainedModel]
+    settings: dict[str, Any]
+    weights: dict[str, Tensor]
+    # by the name of the new weight, the name of the original
+    mapped: dict[str, str]
+    dropped: dict[str, str]
+    # rows of the position table in front of the first token's
+    position_offset: int
+    model: PreTrainedModel | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def convert_checkpoint(
+    source: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    *,
+    max_position_embeddings: int | None = None,
+    position_method: Literal["tile", "interpolate"] = "tile",
+    hash_code_len: int | None = None,
+    num_hash: int | None = None,
+    use_expectation: bool | Literal["auto"] | None = None,
+    tokenizer_name: str | None = None,
+    texts: Sequence[str] | None = None,
+    overwrite: bool = False,
+) -> ConversionReport:
+    """Write a Yoso checkpoint made of another encoder's: configuration, weights, tokenizer and a report.
+
+    Every weight and every head with an exact counterpart is kept; the rest is new, drawn from torch's global
+    generator. The attention itself is another function than softmax: the outputs move, and further training, of
+    which little is needed, brings them back.
+
+    Args:
+        source: hub name or directory of a BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA or Yoso checkpoint; or a file of
+            YOSO's authors (cp-0249.model), with the config.json that it was trained with beside it or one
+            directory up.
+        output_dir: where to write; must not exist or be empty, unless overwrite is set.
+        max_position_embeddings: longest sequence of the new model, >= 1; None: the original's.
+        position_method: how the position table becomes longer. "tile" repeats it, as YOSO's authors do;
+            "interpolate" stretches it linearly. A shorter one is cut.
+        hash_code_len, num_hash, use_expectation: of the new configuration, see YosoConfig. None: those in
+            SOFTMAX_ATTENTION for a softmax model, a YOSO model's own.
+        tokenizer_name: hub name or directory of the tokenizer; None: the source's. A file of the authors comes
+            without one.
+        texts: what to compare the outputs on; None: they are not compared.
+        overwrite: replace a checkpoint that is in output_dir.
+
+    Returns:
+        The report, which is also saved as conversion.json.
+
+    Raises:
+        ValueError: the source is of an architecture that Yoso cannot hold, lacks weights, or an argument is out of
+            range; nothing has been written.
+    """
+    output_dir = Path(output_dir)
+    _check_output(output_dir, source, overwrite)
+    if max_position_embeddings is not None and max_position_embeddings < 1:
+        raise ValueError(f"max_position_embeddings must be at least 1, got {max_position_embeddings}")
+    if position_method not in POSITION_METHODS:
+        raise ValueError(f"position_method must be one of {POSITION_METHODS}, got {position_method!r}")
+
+    is_file = os.path.isfile(source)
+    if is_file and tokenizer_name is None and texts:
+        raise ValueError(f"texts need a tokenizer, and {source} comes without one: give tokenizer_name")
+    tokenizer = None
+    if tokenizer_name is not None or not is_file:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_name or source)
+    read = _read_authors(Path(source)) if is_file else _read_pretrained(str(source))
+
+    original = read.weights[read.mapped[_POSITION_TABLE]][read.position_offset :]
+    length = max_position_embeddings or len(original)
+    chosen = {"hash_code_len": hash_code_len, "num_hash": num_hash, "use_expectation": use_expectation}
+    settings = read.settings | {name: value for name, value in chosen.items() if value is not None}
+    if is_file and tokenizer is not None:
+        settings |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    config = YosoConfig(**settings, max_position_embeddings=length)
+    if tokenizer is not None:
+        if len(tokenizer) > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {len(tokenizer)} tokens, the model knows {config.vocab_size} (vocab_size)"
+            )
+        tokenizer.model_max_length = length
+
+    model = read.target_class(config)
+    new = _fill(model, read, lengthen_positions(original, length, position_method))
+    if length == len(original):
+        position_method = "copy"
+    elif length < len(original):
+        position_method = "cut"
+    if tokenizer is None:
+        read.notes.append("no tokenizer: none was given")
+    report = ConversionReport(
+        source=str(source),
+        source_architecture=read.architecture,
+        architecture=type(model).__name__,
+        original_positions=len(original),
+        positions=length,
+        position_method=position_method,
+        mapped=read.mapped,
+        new=new,
+        dropped=read.dropped,
+        notes=read.notes,
+    )
+    if texts and read.model is None:
+        report.notes.append(f"outputs were not compared: {read.architecture} is not a model of transformers")
+    elif texts:
+        kept_head = any(name.startswith(_MLM_TRANSFORM) for name in read.mapped)
+        report.comparison = compare(
+            read.model, model, tokenizer, texts, max_length=min(length, len(original)), language_model=kept_head
+        )
+    with _replacing(output_dir) as folder:
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        write_text(folder / REPORT_FILE, json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+    return report
+
+
+def lengthen_positions(table: Tensor, length: int, method: Literal["tile", "interpolate"]) -> Tensor:
+    """A position table of another length.
+
+    Args:
+        table: [P, hidden_size], row i for token i, P >= 1.
+        length: rows of the new table, >= 1; where it is at most P, the first rows are taken.
+        method: "tile": row i is row i mod P of the given table; "interpolate": the given rows are spread evenly
+            over the new table, first and last at its ends, with straight lines between them.
+
+    Returns:
+        [length, hidden_size].
+    """
+    rows = len(table)
+    if length <= rows:
+        return table[:length]
+    if method == "tile":
+        return table[torch.arange(length) % rows]
+    return F.interpolate(table.T[None], size=length, mode="linear", align_corners=True)[0].T
+
+
+@torch.no_grad()
+def compare(
+    original: PreTrainedModel,
+    converted: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    max_length: int,
+    language_model: bool,
+) -> Comparison:
+    """Run two models, in eval mode, on the same texts.
+
+    Args:
+        original: the model to compare with.
+        converted: a model with as many layers and the same vocabulary.
+        tokenizer: of both.
+        texts: at least one, taken one by one.
+        max_length: tokens at which a text is cut.
+        language_model: both predict masked tokens: compare that, too, on masks that are the same for both.
+
+    Returns:
+        The comparison.
+    """
+    original.eval()
+    converted.eval()
+    masking = Masking(tokenizer, MASKED_SHARE) if language_model else None
+    cosines, losses, hits = [], [], []
+    for index, text in enumerate(texts):
+        inputs = tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt")
+        layers = [
+            model.base_model(**inputs, output_hidden_states=True).hidden_states for model in (original, converted)
+        ]
+        cosines.append(torch.stack([F.cosine_similarity(*pair, dim=-1)[0] for pair in zip(*layers, strict=True)]))
+        if masking is None:
+            continue
+        masked = masking(inputs["input_ids"], [index])
+        labels, inputs["input_ids"] = masked["labels"].flatten(), masked["input_ids"]
+        chosen = labels != IGNORED
+        logits = torch.stack([_token_logits(model(**inputs))[0, chosen] for model in (original, converted)])
+        losses.append(torch.stack([F.cross_entropy(each, labels[chosen], reduction="none") for each in logits]))
+        hits.append(logits.argmax(-1) == labels[chosen])
+    cosine = torch.cat(cosines, dim=1)
+    by_layer = cosine.mean(dim=1).tolist()
+    found = Comparison(len(texts), cosine.shape[1], by_layer[-1], by_layer)
+    if masking is not None and (num_masked := sum(part.shape[1] for part in losses)):
+        found.num_masked = num_masked
+        found.original_loss, found.converted_loss = torch.cat(losses, dim=1).mean(dim=1).tolist()
+        found.original_accuracy, found.converted_accuracy = torch.cat(hits, dim=1).float().mean(dim=1).tolist()
+    return found
+
+
+def _token_logits(outputs: Any) -> Tensor:
+    # BERT's pretraining class has a second head beside it
+    return outputs.prediction_logits if hasattr(outputs, "prediction_logits") else outputs.logits
+
+
+def _read_pretrained(source: str) -> _Source:
+    """A checkpoint of transformers."""
+    config = AutoConfig.from_pretrained(source)
+    task = _check_config(source, config)
+    auto_class, target_class = _TASKS[task]
+    model, found = auto_class.from_pretrained(
+        source, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    weights = model.state_dict()
+    prefixes, classifier_activation = _head_prefixes(config, target_class)
+    base = f"{model.base_model_prefix}."
+    mapped, dropped = {}, {}
+    for name in weights:
+        target = _target_name(name.removeprefix(base), prefixes)
+        if target is None:
+            dropped[name] = _why_dropped(name.removeprefix(base), target_class)
+        else:
+            mapped[target] = name
+    # ELECTRA's head holds its bias once
+    if "generator_lm_head.bias" in weights and "cls.predictions.decoder.bias" in mapped:
+        mapped["cls.predictions.bias"] = "generator_lm_head.bias"
+
+    absent = set(found["missing_keys"]) | {mismatch[0] for mismatch in found["mismatched_keys"]}
+    needed = sorted(absent & set(mapped.values()))
+    if needed:
+        raise ValueError(
+            f"{source} is no complete checkpoint of {type(model).__name__}: {len(needed)} of its weights are missing "
+            f"or of another shape, such as {needed[0]}"
+        )
+    dropped = {name: reason for name, reason in dropped.items() if name not in absent}
+    dropped |= {name: f"not part of {type(model).__name__}" for name in sorted(found["unexpected_keys"])}
+
+    if config.model_type == "yoso":
+        settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_COPIED}
+        offset = POSITION_OFFSET
+    else:
+        settings = {name: getattr(config, name, None) for name in _COPIED_SETTINGS} | SOFTMAX_ATTENTION
+        if classifier_activation is not None:
+            settings["classifier_activation"] = classifier_activation
+        # RoBERTa's kind counts from behind the row of padding
+        padding = model.base_model.embeddings.position_embeddings.padding_idx
+        offset = 0 if padding is None else padding + 1
+    read = _Source(type(model).__name__, target_class, settings, weights, mapped, dropped, offset, model)
+    head_dropout = getattr(config, "classifier_dropout", None)
+    if head_dropout not in (None, config.hidden_dropout_prob):
+        read.notes.append(
+            f"the head's dropout becomes {config.hidden_dropout_prob}, classifier_dropout was {head_dropout}"
+        )
+    return read
+
+
+def _check_config(source: str, config: PreTrainedConfig) -> str:
+    """Refuse what Yoso cannot hold; the task of the checkpoint's class otherwise."""
+    if config.model_type not in _CLASS_PREFIXES:
+        raise ValueError(
+            f"{source} is of model type {config.model_type!r}; "
+            f"what can be converted is {', '.join(map(repr, _CLASS_PREFIXES))}"
+        )
+    if getattr(config, "auto_map", None):
+        raise ValueError(f"{source} brings code of its own (auto_map), which may compute what Yoso does not")
+    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise ValueError(f"{source} is a decoder (is_decoder or add_cross_attention); Yoso is an encoder")
+    positions = getattr(config, "position_embedding_type", None) or "absolute"
+    if positions != "absolute":
+        raise ValueError(
+            f"{source} has position_embedding_type {positions!r}; Yoso adds positions to the embeddings (absolute)"
+        )
+    embedding_size = getattr(config, "embedding_size", config.hidden_size)
+    if embedding_size != config.hidden_size:
+        raise ValueError(
+            f"{source} has embedding_size {embedding_size} and hidden_size {config.hidden_size}; "
+            "Yoso's embeddings are as wide as its hidden states"
+        )
+    tasks = {prefix + task: task for prefix in _CLASS_PREFIXES.values() for task in _TASKS}
+    architectures = config.architectures or ()
+    if len(architectures) != 1 or architectures[0] not in tasks:
+        raise ValueError(
+            f"{source} names the architectures {config.architectures} in its config.json; "
+            f"it takes one, whose name ends in {', '.join(_TASKS)}"
+        )
+    return tasks[architectures[0]]
+
+
+def _head_prefixes(config: PreTrainedConfig, target_class: type) -> tuple[dict[str, str], str | None]:
+    """What the names of a head's weights begin with, here and there, and the activation inside a classifier."""
+    if config.model_type == "yoso":
+        return {prefix: prefix for prefix in ("cls.", "classifier.", "pre_classifier.", "qa_outputs.")}, None
+    if target_class is YosoForMaskedLM:
+        prefixes = {"cls.predictions.": "cls.predictions."}
+        # these heads have a gelu, whatever hidden_act is, and Yoso's has hidden_act
+        return prefixes | _MLM_PREFIXES if config.hidden_act in _EXACT_GELU else prefixes, None
+    if target_class is YosoForSequenceClassification and config.model_type == "bert":
+        return {"pooler.dense.": "classifier.dense.", "classifier.": "classifier.out_proj."}, "tanh"
+    if target_class is YosoForSequenceClassification:
+        return {"classifier.": "classifier."}, "gelu" if config.model_type == "electra" else "tanh"
+    if target_class is YosoForMultipleChoice:
+        return {}, None
+    return {"classifier.": "classifier.", "qa_outputs.": "qa_outputs."}, None
+
+
+def _target_name(name: str, prefixes: dict[str, str]) -> str | None:
+    if name.startswith(("embeddings.", "encoder.")):
+        return f"yoso.{name}"
+    for prefix, target in prefixes.items():
+        if name.startswith(prefix):
+            return target + name.removeprefix(prefix)
+    return None
+
+
+def _why_dropped(name: str, target_class: type) -> str:
+    for prefix, reason in _DROPPED_PREFIXES.items():
+        if name.startswith(prefix):
+            return reason
+    return f"{target_class.__name__} computes its outputs otherwise"
+
+
+def _read_authors(path: Path) -> _Source:
+    """A file of mlpen/YOSO."""
+    config_file = path.parent / "config.json"
+    if not config_file.is_file():
+        config_file = path.resolve().parents[1] / "config.json"
+    if not config_file.is_file():
+        raise ValueError(f"{path} needs the config.json it was trained with, beside it or one directory up")
+    config = json.loads(config_file.read_text()).get("model")
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    weights = content.get("model_state_dict") if isinstance(content, dict) else None
+    table = (weights or {}).get("model.embeddings.position_embeddings.weight")
+    if not isinstance(config, dict) or table is None or "mlm.mlm_class.weight" not in weights:
+        raise ValueError(f"{path} with {config_file} is no language model of mlpen/YOSO")
+    if config["embedding_dim"] != config["dim"] or config["num_head"] * config["head_dim"] != config["dim"]:
+        raise ValueError(
+            f"{path} has dim {config['dim']}, embedding_dim {config['embedding_dim']} and {config['num_head']} heads "
+            f"of {config['head_dim']}; Yoso has one width, that of all heads together"
+        )
+    offset = len(table) - config["max_seq_len"]
+    if offset not in (0, POSITION_OFFSET):
+        raise ValueError(f"{path} has {len(table)} rows of positions for max_seq_len {config['max_seq_len']}")
+    attention, notes = _authors_attention(path, config)
+
+    mapped, dropped = {}, {}
+    for name in weights:
+        targets = _authors_targets(name, config["num_layers"])
+        if targets:
+            mapped |= dict.fromkeys(targets, name)
+        else:
+            reasons = (reason for prefix, reason in _AUTHORS_DROPPED.items() if name.startswith(prefix))
+            dropped[name] = next(reasons, "Yoso has no such weight")
+    settings = {
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["dim"],
+        "num_hidden_layers": config["num_layers"],
+        "num_attention_heads": config["num_head"],
+        "intermediate_size": config["hidden_dim"],
+        "hidden_dropout_prob": config["dropout_prob"],
+        "attention_probs_dropout_prob": config["dropout_prob"],
+        "type_vocab_size": config["num_sen_type"],
+        # torch's default, which the authors' code has
+        "layer_norm_eps": 1e-5,
+        "conv_window": config.get("conv_window"),
+    }
+    if offset == 0:
+        # those of the configuration's defaults are RoBERTa's
+        settings |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    return _Source("mlpen/YOSO", YosoForMaskedLM, settings | attention, weights, mapped, dropped, offset, notes=notes)
+
+
+def _authors_attention(path: Path, config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    kind = config.get("attn_type", "softmax" if config.get("model_type") == "vanila_transformer" else None)
+    if kind == "softmax":
+        return SOFTMAX_ATTENTION, []
+    if kind in ("yoso-v1", "yoso-v1-e"):
+        return {
+            "hash_code_len": config["hash_code_len"],
+            "num_hash": config.get("num_hash", YosoConfig.num_hash),
+            "use_expectation": kind == "yoso-v1-e",
+            "use_fast_hash": config.get("use_fast_hash", True),
+            "lsh_backward": not config.get("n2_backward", False),
+        }, []
+    if kind == "yoso-v2":
+        expectation = config["num_hash_f"] < 0
+        notes = ["the original's kernel takes 0.98 times the cosine"] if expectation else []
+        return {
+            "hash_code_len": config["hashcode_len"],
+            "num_hash": YosoConfig.num_hash if expectation else config["num_hash_f"],
+            "use_expectation": expectation,
+        }, notes
+    raise ValueError(f"{path} has attn_type {kind!r}; it must be softmax, yoso-v1, yoso-v1-e or yoso-v2")
+
+
+def _authors_targets(name: str, num_layers: int) -> list[str]:
+    """The new names of a weight: several where layers share it, none where it has no place."""
+    layer = _AUTHORS_LAYER.fullmatch(name)
+    if layer is None:
+        for pattern, target in _AUTHORS_NAMES:
+            if re.match(pattern, name):
+                renamed = re.sub(f"^{pattern}", target, name)
+                # a second name of the same bias
+                return [renamed] + ["cls.predictions.bias"] * (name == "mlm.mlm_class.bias")
+        return []
+    index = layer[1] or layer[2]
+    layers = range(num_layers) if index is None else [index]
+    for pattern, target in _AUTHORS_LAYER_NAMES:
+        if re.match(pattern, layer[3]):
+            renamed = re.sub(f"^{pattern}", target, layer[3])
+            return [f"yoso.encoder.layer.{number}.{renamed}" for number in layers]
+    return []
+
+
+def _fill(model: YosoPreTrainedModel, read: _Source, positions: Tensor) -> list[str]:
+    """Give a new model the weights that were read; the names of those that stay as they are."""
+    weights = {target: read.weights[name] for target, name in read.mapped.items()}
+    weights[_POSITION_TABLE] = F.pad(positions, (0, 0, POSITION_OFFSET, 0))
+    own = model.state_dict()
+    if model.config.tie_word_embeddings and (tied := "cls.predictions.decoder.weight") in own:
+        word_embeddings = "yoso.embeddings.word_embeddings.weight"
+        read.mapped.setdefault(tied, read.mapped[word_embeddings])
+        weights.setdefault(tied, weights[word_embeddings])
+    unfit = [name for name, weight in weights.items() if name not in own or weight.shape != own[name].shape]
+    new = [name for name in own if name not in weights]
+    base = [name for name in new if name.startswith("yoso.")]
+    if unfit or base:
+        raise ValueError(
+            f"{read.architecture} does not fit {type(model).__name__}: "
+            f"{len(unfit)} weights have no place of their shape, {len(base)} are missing, such as {(unfit + base)[0]}"
+        )
+    model.load_state_dict(weights, strict=False)
+    return new
+
+
+def _check_output(output_dir: Path, source: str | os.PathLike, overwrite: bool) -> None:
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ValueError(f"output_dir must be a directory, got the file {output_dir}")
+    if not output_dir.exists() or not any(output_dir.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"output_dir {output_dir} is not empty: choose another one, or set overwrite")
+    if not (output_dir / "config.json").is_file():
+        raise ValueError(f"output_dir {output_dir} holds files but no config.json: only a checkpoint is overwritten")
+    if os.path.exists(source) and output_dir.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
+        raise ValueError(f"output_dir {output_dir} holds the source {source}: choose another one")
+
+
+@contextlib.contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A directory to write in, which takes folder's place once all is written."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+        new, old = Path(temporary) / "new", Path(temporary) / "old"
+        # a directory made by tempfile is the user's alone
+        new.mkdir()
+        yield new
+        if folder.exists():
+            folder.rename(old)
+        try:
+            new.rename(folder)
+        except BaseException:
+            if old.exists():
+                old.rename(folder)
+            raise

@@ -1,0 +1,645 @@
+import functools
+import json
+import pydoc_data.topics
+import re
+import string
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertTokenizer,
+    CamembertTokenizer,
+    XLMRobertaTokenizer,
+)
+
+import yoso_hf
+from yoso_hf import YosoConfig, YosoForMaskedLM, modeling_yoso
+from yoso_hf.conversion import convert_checkpoint, lengthen_positions
+from yoso_hf.data import train_tokenizer
+from yoso_hf.mlm import Masking
+
+ROOT = Path(__file__).parents[1]
+TEXTS = [text for _, text in sorted(pydoc_data.topics.topics.items())][:6]
+POSITIONS = 24
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "layer_norm_eps": 1e-6,
+}
+KINDS = {
+    "bert": ("Bert", {"max_position_embeddings": POSITIONS, "type_vocab_size": 3}),
+    "electra": ("Electra", {"max_position_embeddings": POSITIONS, "type_vocab_size": 2, "embedding_size": 32}),
+    "roberta": ("Roberta", {"max_position_embeddings": POSITIONS + 2, "type_vocab_size": 1}),
+    "xlm-roberta": ("XLMRoberta", {"max_position_embeddings": POSITIONS + 2, "type_vocab_size": 1}),
+    "camembert": ("Camembert", {"max_position_embeddings": POSITIONS + 2, "type_vocab_size": 1}),
+}
+HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+LOGITS = ("logits", "prediction_logits", "start_logits", "end_logits")
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+YOSO_TABLE = "yoso.embeddings.position_embeddings.weight"
+
+
+@pytest.fixture(autouse=True)
+def seed(monkeypatch, request):
+    torch.manual_seed(0)
+    if "authors" in request.node.name and "softmax" not in request.node.name:
+        return
+    whole = modeling_yoso.yoso_attention
+    monkeypatch.setattr(modeling_yoso, "yoso_attention", functools.partial(whole, normalization="sum"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment(tmp_path_factory):
+    """No network, and a cache of data sets of its own, for this process and those it starts."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+        for name, value in {"HF_DATASETS_CACHE": folder, "HF_HUB_OFFLINE": 1, "OMP_NUM_THREADS": 1}.items():
+            patch.setenv(name, str(value))
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    """One of each kind, all with pieces of a few letters."""
+    byte_level = train_tokenizer(TEXTS, 300)
+    letters = string.ascii_lowercase + string.digits + string.punctuation
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    pieces = [*special, *letters, *("##" + letter for letter in letters), "the", "##ing", "is"]
+    word_piece = BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)})
+    unigram = [(piece, 0.0) for piece in ("<s>", "<pad>", "</s>", "<unk>")]
+    unigram += [("▁", -2.0), ("▁the", -2.5), *((letter, -4.0) for letter in string.ascii_letters), ("<mask>", 0.0)]
+    return {
+        "bert": word_piece,
+        "electra": word_piece,
+        "roberta": byte_level,
+        "xlm-roberta": XLMRobertaTokenizer(vocab=unigram),
+        "camembert": CamembertTokenizer(vocab=unigram),
+    }
+
+
+def make_config(kind, tokenizer, **changes):
+    prefix, sizes = KINDS[kind]
+    special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    settings = SIZES | sizes | special | {"vocab_size": len(tokenizer), "num_labels": 5} | changes
+    return getattr(transformers, f"{prefix}Config")(**settings)
+
+
+def make_model(kind, task, tokenizer, *, uniform=True, **changes):
+    """A model whose weights are all random. Without queries its attention is uniform, as is that of Yoso."""
+    if task == "ForQuestionAnswering":
+        changes["num_labels"] = 2
+    model = getattr(transformers, KINDS[kind][0] + task)(make_config(kind, tokenizer, **changes)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+            if uniform and ".self.query." in name:
+                parameter.zero_()
+    return model
+
+
+def save(model, tokenizer, folder):
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def load(folder):
+    config = YosoConfig.from_pretrained(folder)
+    return getattr(yoso_hf, config.architectures[0]).from_pretrained(folder).eval()
+
+
+def make_inputs(model, tokenizer):
+    """Two sequences, the second padded on the right, with token types where the model has several."""
+    length, vocab_size = POSITIONS - 1, model.config.vocab_size
+    input_ids = torch.randint(vocab_size, (2, length))
+    # RoBERTa's kind takes every padding token for padding
+    input_ids[input_ids == tokenizer.pad_token_id] = tokenizer.mask_token_id
+    attention_mask = torch.ones_like(input_ids)
+    input_ids[1, -6:], attention_mask[1, -6:] = tokenizer.pad_token_id, 0
+    token_type_ids = torch.randint(model.config.type_vocab_size, input_ids.shape)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+
+
+@torch.no_grad()
+def check_same_outputs(original, converted, inputs):
+    before, after = (model(**inputs, output_hidden_states=True) for model in (original, converted))
+    real = inputs["attention_mask"].bool()
+    assert len(after.hidden_states) == len(before.hidden_states) == 3
+    for expected, found in zip(before.hidden_states, after.hidden_states, strict=True):
+        torch.testing.assert_close(found[real], expected[real], **CLOSE)
+    logits = [getattr(before, name) for name in LOGITS if getattr(before, name, None) is not None]
+    found = [getattr(after, name) for name in LOGITS if getattr(after, name, None) is not None]
+    assert len(logits) == len(found) > 0
+    for expected, given in zip(logits, found, strict=True):
+        if expected.shape[:2] == real.shape:
+            expected, given = expected[real], given[real]
+        assert expected.std() > 0.05
+        torch.testing.assert_close(given, expected, **CLOSE)
+
+
+def check_lists(report, source, target):
+    """Every weight is accounted for, once."""
+    assert set(report.mapped.values()) | set(report.dropped) == set(source)
+    assert not set(report.mapped.values()) & set(report.dropped)
+    assert report.mapped.keys() | set(report.new) == target.keys()
+    assert not report.mapped.keys() & set(report.new)
+    for new, old in report.mapped.items():
+        if new != YOSO_TABLE:
+            assert torch.equal(target[new], source[old]), new
+
+
+@pytest.mark.parametrize("task", HEADS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_are_those_of_the_original(kind, task, tokenizers, tmp_path):
+    """Where both attend uniformly, all else is the same function: embeddings, layers and the head."""
+    tokenizer = tokenizers[kind]
+    original = make_model(kind, task, tokenizer)
+    save(original, tokenizer, tmp_path / "original")
+    report = convert_checkpoint(tmp_path / "original", tmp_path / "yoso", max_position_embeddings=3 * POSITIONS)
+    converted = load(tmp_path / "yoso")
+    assert type(converted).__name__ == report.architecture == "Yoso" + task
+    assert report.source_architecture == type(original).__name__
+    check_same_outputs(original, converted, make_inputs(original, tokenizer))
+    check_lists(report, original.state_dict(), converted.state_dict())
+    # what has no counterpart
+    assert not report.new
+    assert not report.dropped
+    assert converted.config.id2label == original.config.id2label
+    assert json.loads((tmp_path / "yoso" / "conversion.json").read_text())["mapped"] == report.mapped
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
+def test_output_embeddings_tied_or_not(kind, tie, tokenizers, tmp_path):
+    tokenizer = tokenizers[kind]
+    original = make_model(kind, "ForMaskedLM", tokenizer, tie_word_embeddings=tie)
+    save(original, tokenizer, tmp_path / "original")
+    convert_checkpoint(tmp_path / "original", tmp_path / "yoso")
+    converted = load(tmp_path / "yoso")
+    same = converted.get_output_embeddings().weight is converted.get_input_embeddings().weight
+    assert same == converted.config.tie_word_embeddings == tie
+    check_same_outputs(original, converted, make_inputs(original, tokenizer))
+
+
+def test_pretraining_class(tokenizers, tmp_path):
+    """BERT's second head is dropped, the first one kept."""
+    tokenizer = tokenizers["bert"]
+    original = make_model("bert", "ForPreTraining", tokenizer)
+    save(original, tokenizer, tmp_path / "original")
+    report = convert_checkpoint(tmp_path / "original", tmp_path / "yoso", texts=TEXTS[:2])
+    converted = load(tmp_path / "yoso")
+    assert type(converted) is YosoForMaskedLM
+    check_same_outputs(original, converted, make_inputs(original, tokenizer))
+    check_lists(report, original.state_dict(), converted.state_dict())
+    assert {name.rpartition(".")[0]: reason for name, reason in report.dropped.items()} == {
+        "bert.pooler.dense": "Yoso has no pooler",
+        "cls.seq_relationship": "Yoso has no head for pairs of sentences",
+    }
+    assert report.comparison.original_loss == pytest.approx(report.comparison.converted_loss, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "changes", "dropped", "new"),
+    [
+        ("bert", "Model", {}, {"pooler"}, {"cls"}),
+        ("roberta", "Model", {}, {"pooler"}, {"cls"}),
+        ("electra", "ForPreTraining", {}, {"discriminator_predictions"}, {"cls"}),
+        ("bert", "ForMultipleChoice", {}, {"bert", "classifier"}, {"classifier", "pre_classifier"}),
+        ("electra", "ForMultipleChoice", {}, {"sequence_summary", "classifier"}, {"classifier", "pre_classifier"}),
+        # the head of these has a gelu all the same
+        ("roberta", "ForMaskedLM", {"hidden_act": "relu"}, {"lm_head"}, {"cls"}),
+    ],
+)
+def test_heads_without_counterpart(kind, task, changes, dropped, new, tokenizers, tmp_path):
+    """The encoder is kept, and the report says what is not."""
+    tokenizer = tokenizers[kind]
+    original = make_model(kind, task, tokenizer, **changes)
+    save(original, tokenizer, tmp_path / "original")
+    report = convert_checkpoint(tmp_path / "original", tmp_path / "yoso")
+    converted = load(tmp_path / "yoso")
+    check_lists(report, original.state_dict(), converted.state_dict())
+    assert {name.partition(".")[0] for name in report.dropped} == dropped
+    assert {name.partition(".")[0] for name in report.new} == new
+    inputs = make_inputs(original, tokenizer)
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = original.base_model(**inputs).last_hidden_state[real]
+        torch.testing.assert_close(converted.base_model(**inputs).last_hidden_state[real], expected, **CLOSE)
+    output = "cls.predictions.decoder.weight"
+    if converted.config.tie_word_embeddings and output in converted.state_dict():
+        assert report.mapped[output].endswith("word_embeddings.weight")
+
+
+def test_a_language_model_head_with_hidden_act(tokenizers, tmp_path):
+    """BERT's head has the activation of its layers, as Yoso's."""
+    original = make_model("bert", "ForMaskedLM", tokenizers["bert"], hidden_act="relu")
+    save(original, tokenizers["bert"], tmp_path / "original")
+    report = convert_checkpoint(tmp_path / "original", tmp_path / "yoso")
+    assert not report.new
+    check_same_outputs(original, load(tmp_path / "yoso"), make_inputs(original, tokenizers["bert"]))
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.parametrize(
+    ("length", "method", "called"),
+    [
+        (60, "tile", "tile"),
+        (61, "interpolate", "interpolate"),
+        (10, "interpolate", "cut"),
+        (None, "tile", "copy"),
+    ],
+)
+def test_positions(kind, length, method, called, tokenizers, tmp_path):
+    original = make_model(kind, "ForMaskedLM", tokenizers[kind])
+    save(original, tokenizers[kind], tmp_path / "original")
+    report = convert_checkpoint(
+        tmp_path / "original", tmp_path / "yoso", max_position_embeddings=length, position_method=method
+    )
+    offset = 2 if kind == "roberta" else 0
+    given = original.base_model.embeddings.position_embeddings.weight.detach()[offset:]
+    assert len(given) == POSITIONS
+    length = length or POSITIONS
+    assert (report.original_positions, report.positions, report.position_method) == (POSITIONS, length, called)
+    found = load_file(tmp_path / "yoso" / "model.safetensors")[YOSO_TABLE]
+    assert found.shape == (length + 2, 32)
+    assert not found[:2].any()
+    if called == "interpolate":
+        place = np.linspace(0, POSITIONS - 1, length)
+        columns = [np.interp(place, np.arange(POSITIONS), column) for column in given.T.numpy()]
+        np.testing.assert_allclose(found[2:].T, columns, rtol=1e-5, atol=1e-6)
+    else:
+        for row in range(length):
+            assert torch.equal(found[2 + row], given[row % POSITIONS])
+    config, tokenizer = YosoConfig.from_pretrained(tmp_path / "yoso"), AutoTokenizer.from_pretrained(tmp_path / "yoso")
+    assert config.max_position_embeddings == tokenizer.model_max_length == length
+
+
+def test_one_position_becomes_many():
+    row = torch.randn(1, 5)
+    for method in ("tile", "interpolate"):
+        assert torch.equal(lengthen_positions(row, 3, method), row.expand(3, 5))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokenizer_is_the_original_one(kind, tokenizers, tmp_path):
+    tokenizer = tokenizers[kind]
+    save(make_model(kind, "ForMaskedLM", tokenizer), tokenizer, tmp_path / "original")
+    convert_checkpoint(tmp_path / "original", tmp_path / "yoso", max_position_embeddings=100)
+    expected = AutoTokenizer.from_pretrained(tmp_path / "original")
+    found = AutoTokenizer.from_pretrained(tmp_path / "yoso")
+    assert type(found) is type(expected)
+    pair = (TEXTS[0][:200], "The rest.")
+    assert dict(found(*pair)) == dict(expected(*pair))
+    assert len(set(found(*pair)["input_ids"])) > 10
+    assert found.all_special_tokens == expected.all_special_tokens
+
+
+def test_settings_are_carried_over(tokenizers, tmp_path):
+    changes = {
+        "hidden_act": "relu",
+        "hidden_dropout_prob": 0.2,
+        "attention_probs_dropout_prob": 0.3,
+        "classifier_dropout": 0.4,
+        "initializer_range": 0.05,
+        "type_vocab_size": 2,
+        "pad_token_id": 3,
+        "bos_token_id": 7,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+        "problem_type": "multi_label_classification",
+        "id2label": {0: "no", 1: "yes", 2: "maybe"},
+        "label2id": {"no": 0, "yes": 1, "maybe": 2},
+    }
+    del changes["pad_token_id"]
+    original = make_model("bert", "ForSequenceClassification", tokenizers["bert"], num_labels=3, **changes)
+    save(original, tokenizers["bert"], tmp_path / "original")
+    report = convert_checkpoint(
+        tmp_path / "original", tmp_path / "yoso", hash_code_len=9, num_hash=16, use_expectation=False
+    )
+    config = YosoConfig.from_pretrained(tmp_path / "yoso")
+    del changes["classifier_dropout"]
+    for name, value in (changes | SIZES).items():
+        assert getattr(config, name) == value, name
+    assert config.pad_token_id == tokenizers["bert"].pad_token_id
+    assert (config.hash_code_len, config.num_hash, config.use_expectation) == (9, 16, False)
+    assert (config.normalization, config.asymmetric_keys, config.classifier_activation) == ("sum", True, "tanh")
+    assert any("classifier_dropout was 0.4" in note for note in report.notes)
+
+    convert_checkpoint(tmp_path / "original", tmp_path / "default")
+    config = YosoConfig.from_pretrained(tmp_path / "default")
+    assert (config.hash_code_len, config.num_hash, config.use_expectation) == (12, 64, "auto")
+
+
+REFUSED = {
+    "embedding_size": ("electra", {"embedding_size": 16}, "embedding_size 16 and hidden_size 32"),
+    "relative": ("bert", {"position_embedding_type": "relative_key_query"}, "position_embedding_type"),
+    "alibi": ("bert", {"position_embedding_type": "alibi"}, "'alibi'"),
+    "decoder": ("roberta", {"is_decoder": True}, "decoder"),
+    "cross-attention": ("bert", {"add_cross_attention": True}, "decoder"),
+    "own code": ("bert", {"auto_map": {"AutoModel": "modeling.Other"}}, "auto_map"),
+    "class": ("bert", {"architectures": ["BertLMHeadModel"]}, "BertLMHeadModel"),
+    "no class": ("bert", {"architectures": None}, "architectures None"),
+    "type": ("bert", {"model_type": "distilbert"}, "'distilbert'"),
+    "pre-norm": ("bert", {"model_type": "xlm-roberta-xl"}, "'xlm-roberta-xl'"),
+}
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_architectures(kind, changes, message, tokenizers, tmp_path):
+    source = tmp_path / "original"
+    tokenizers[kind].save_pretrained(source)
+    config = make_config(kind, tokenizers[kind]).to_dict() | {"architectures": [KINDS[kind][0] + "Model"]} | changes
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        convert_checkpoint(source, tmp_path / "yoso")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["original"]
+
+
+@pytest.mark.parametrize("change", ["missing", "another shape"])
+def test_incomplete_checkpoint(change, tokenizers, tmp_path):
+    source = save(make_model("bert", "ForMaskedLM", tokenizers["bert"]), tokenizers["bert"], tmp_path / "original")
+    weights = load_file(source / "model.safetensors")
+    name = "bert.encoder.layer.1.attention.self.key.weight"
+    weights[name] = weights[name][:5].clone()
+    if change == "missing":
+        del weights[name]
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"1 of its weights are missing or of another shape, such as {name}"):
+        convert_checkpoint(source, tmp_path / "yoso")
+    assert not (tmp_path / "yoso").exists()
+
+
+def test_weights_outside_the_class_are_listed(tokenizers, tmp_path):
+    """A pooler that the checkpoint lacks is no loss, and a weight that its class lacks is named."""
+    source = save(make_model("bert", "Model", tokenizers["bert"]), tokenizers["bert"], tmp_path / "original")
+    weights = {
+        name: weight for name, weight in load_file(source / "model.safetensors").items() if "pooler" not in name
+    }
+    weights["projection.weight"] = torch.ones(3)
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    report = convert_checkpoint(source, tmp_path / "yoso")
+    assert report.dropped == {"projection.weight": "not part of BertModel"}
+    check_lists(report, weights, load(tmp_path / "yoso").state_dict())
+
+
+def test_half_precision_becomes_float32(tokenizers, tmp_path):
+    original = make_model("roberta", "ForMaskedLM", tokenizers["roberta"]).to(torch.bfloat16)
+    save(original, tokenizers["roberta"], tmp_path / "original")
+    convert_checkpoint(tmp_path / "original", tmp_path / "yoso")
+    weights = load_file(tmp_path / "yoso" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    expected = original.get_input_embeddings().weight.float()
+    assert torch.equal(weights["yoso.embeddings.word_embeddings.weight"], expected)
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta"])
+def test_comparison(kind, tokenizers, tmp_path):
+    """The figures are those of the two checkpoints, computed anew."""
+    tokenizer = tokenizers[kind]
+    source = save(make_model(kind, "ForMaskedLM", tokenizer, uniform=False), tokenizer, tmp_path / "original")
+    report = convert_checkpoint(source, tmp_path / "yoso", max_position_embeddings=64, texts=TEXTS)
+    found = report.comparison
+    models = [AutoModelForMaskedLM.from_pretrained(folder).eval() for folder in (source, tmp_path / "yoso")]
+    masking = Masking(tokenizer, 0.15)
+    cosines, losses, hits = [], [[], []], [[], []]
+    for index, text in enumerate(TEXTS):
+        input_ids = torch.tensor([tokenizer(text, truncation=True, max_length=POSITIONS)["input_ids"]])
+        masked = masking(input_ids, [index])
+        with torch.no_grad():
+            states = [model.base_model(input_ids).last_hidden_state[0] for model in models]
+            logits = [model(masked["input_ids"]).logits[0] for model in models]
+        cosines += [(a @ b / a.norm() / b.norm()).item() for a, b in zip(*states, strict=True)]
+        for place, label in enumerate(masked["labels"][0].tolist()):
+            for model in range(2) if label != -100 else ():
+                losses[model].append(-logits[model][place].log_softmax(-1)[label].item())
+                hits[model].append(logits[model][place].argmax().item() == label)
+    assert found.num_texts == len(TEXTS) and found.num_tokens == len(cosines) == POSITIONS * len(TEXTS)
+    assert found.num_masked == len(losses[0]) > 10
+    assert found.cosine == pytest.approx(np.mean(cosines), abs=1e-4)
+    assert found.cosine < 0.999
+    assert found.cosine_by_layer[0] == pytest.approx(1, abs=1e-5)
+    assert found.cosine_by_layer[-1] == found.cosine and len(found.cosine_by_layer) == 3
+    losses_found = (found.original_loss, found.converted_loss)
+    assert losses_found == pytest.approx(np.mean(losses, axis=1), rel=1e-4)
+    assert losses_found[0] != pytest.approx(losses_found[1], rel=1e-4)
+    assert (found.original_accuracy, found.converted_accuracy) == pytest.approx(np.mean(hits, axis=1))
+    assert json.loads((tmp_path / "yoso" / "conversion.json").read_text())["comparison"] == vars(found)
+    assert f"loss {found.original_loss:.3f} -> {found.converted_loss:.3f}" in str(report)
+
+
+def test_a_yoso_checkpoint_becomes_longer(tokenizers, tmp_path):
+    """Its own attention stays: within the old length nothing changes."""
+    tokenizer = tokenizers["roberta"]
+    config = YosoConfig(
+        **SIZES,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=POSITIONS,
+        use_expectation=False,
+        num_hash=8,
+        hash_code_len=5,
+        conv_window=3,
+        num_labels=3,
+    )
+    original = yoso_hf.YosoForMultipleChoice(config).eval()
+    save(original, tokenizer, tmp_path / "original")
+    report = convert_checkpoint(tmp_path / "original", tmp_path / "longer", max_position_embeddings=50, texts=TEXTS)
+    longer = load(tmp_path / "longer")
+    changed = longer.config.to_diff_dict().items() ^ original.config.to_diff_dict().items()
+    assert {name for name, _ in changed} <= {"max_position_embeddings"}
+    assert report.comparison.cosine == pytest.approx(1, abs=1e-5)
+    assert not report.new and not report.dropped
+    inputs = {name: tensor[:, None] for name, tensor in make_inputs(original, tokenizer).items()}
+    with torch.no_grad():
+        torch.testing.assert_close(longer(**inputs).logits, original(**inputs).logits)
+
+
+def authors_weights(*, layers, offset, style, conv):
+    """Weights under the names of the authors' code ("code"), of its variant with one layer's weights for all
+    ("shared"), or of the models published from it ("published")."""
+    width, names = 32, {}
+    ff = ("ff1", "ff2") if style == "published" else ("ff.0", "ff.2")
+    parts = {f"mha.W_{letter}": (width, width) for letter in "qkv"} | {"mha.ff": (width, width)}
+    parts |= {"norm1": (width,), ff[0]: (48, width), ff[1]: (width, 48), "norm2": (width,)}
+    places = {
+        "code": [f"model.backbone.backbone.encoders.{layer}" for layer in range(layers)],
+        "shared": ["model.backbone.backbone.encoder"],
+        "published": [f"model.transformer_{layer}" for layer in range(layers)],
+    }[style]
+    for place in places:
+        for part, shape in parts.items():
+            names[f"{place}.{part}.weight"], names[f"{place}.{part}.bias"] = shape, shape[:1]
+        if conv:
+            names[f"{place}.mha.attn.conv.weight"] = (4, 1, 3, 1)
+    embeddings = {"word": (40, width), "position": (POSITIONS + offset, width), "token_type": (2, width)}
+    names |= {f"model.embeddings.{name}_embeddings.weight": shape for name, shape in embeddings.items()}
+    for name, rows in {"model.embeddings.norm": None, "mlm.dense": width, "mlm.norm": None, "model.pooler": 7}.items():
+        names[f"{name}.weight"], names[f"{name}.bias"] = (rows, width) if rows else (width,), (rows or width,)
+    names |= {"mlm.mlm_class.bias": (40,), "sen_class.weight": (2, 7), "sen_class.bias": (2,)}
+    weights = {name: torch.randn(shape) * 0.3 for name, shape in names.items()}
+    for name in weights:
+        if ".W_q." in name:
+            weights[name].zero_()
+    weights["mlm.mlm_class.weight"] = weights["model.embeddings.word_embeddings.weight"]
+    return weights, places * layers if style == "shared" else places, ff
+
+
+def authors_logits(weights, places, ff, offset, attention, conv, input_ids):
+    """The authors' model, written from its structure: post-norm layers, LayerNorm with torch's default epsilon."""
+
+    def linear(name, x):
+        return F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    def norm(name, x):
+        return F.layer_norm(x, (32,), weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    length = input_ids.shape[1]
+    table = {
+        name: weights[f"model.embeddings.{name}_embeddings.weight"] for name in ("word", "position", "token_type")
+    }
+    x = table["word"][input_ids] + table["position"][offset : offset + length] + table["token_type"][0]
+    x = norm("model.embeddings.norm", x)
+    for place in places:
+        heads = linear(f"{place}.mha.W_v", x).view(1, length, 4, 8).transpose(1, 2)
+        # without queries every key counts the same
+        mixed = heads.mean(dim=2, keepdim=True).expand_as(heads)
+        if attention != "softmax":
+            mixed = F.normalize(mixed, dim=-1)
+        if conv:
+            mixed = mixed + F.conv2d(heads, weights[f"{place}.mha.attn.conv.weight"], padding=(1, 0), groups=4)
+        x = norm(f"{place}.norm1", x + linear(f"{place}.mha.ff", mixed.transpose(1, 2).flatten(2)))
+        x = norm(f"{place}.norm2", x + linear(f"{place}.{ff[1]}", F.gelu(linear(f"{place}.{ff[0]}", x))))
+    return linear("mlm.mlm_class", norm("mlm.norm", F.gelu(linear("mlm.dense", x))))
+
+
+AUTHORS = {
+    "RoBERTa, sampled": ("code", 2, {"attn_type": "yoso-v1", "num_hash": 8, "hash_code_len": 5}, False),
+    "RoBERTa, published": ("published", 2, {"attn_type": "yoso-v1-e", "hash_code_len": 5}, False),
+    "BERT, shared layers": ("shared", 0, {"attn_type": "yoso-v1-e", "hash_code_len": 5}, False),
+    "with convolution": ("code", 0, {"attn_type": "yoso-v2", "num_hash_f": 8, "hashcode_len": 5}, True),
+    "softmax": ("code", 2, {"attn_type": "softmax"}, False),
+}
+
+
+@pytest.mark.parametrize(("style", "offset", "attention", "conv"), AUTHORS.values(), ids=AUTHORS)
+def test_checkpoints_of_the_authors(style, offset, attention, conv, tmp_path):
+    config = {
+        "vocab_size": 40,
+        "num_sen_type": 2,
+        "max_seq_len": POSITIONS,
+        "num_layers": 2,
+        "dropout_prob": 0.1,
+        "embedding_dim": 32,
+        "dim": 32,
+        "hidden_dim": 48,
+        "num_head": 4,
+        "head_dim": 8,
+    } | attention
+    if conv:
+        config["conv_window"] = 3
+    weights, places, ff = authors_weights(layers=2, offset=offset, style=style, conv=conv)
+    path = tmp_path / "small" / "model" / "cp-0003.model"
+    path.parent.mkdir(parents=True)
+    torch.save({"model_state_dict": weights}, path)
+    (tmp_path / "small" / "config.json").write_text(json.dumps({"model": config}))
+    report = convert_checkpoint(path, tmp_path / "yoso", max_position_embeddings=2 * POSITIONS)
+    model = load(tmp_path / "yoso")
+    check_lists(report, weights, model.state_dict())
+    assert {name.rpartition(".")[0] for name in report.dropped} == {"model.pooler", "sen_class"}
+    assert not report.new and report.notes == ["no tokenizer: none was given"]
+    kind = attention["attn_type"]
+    if kind == "softmax":
+        assert (model.config.normalization, model.config.asymmetric_keys) == ("sum", True)
+    else:
+        assert model.config.use_expectation is (kind == "yoso-v1-e")
+        assert model.config.hash_code_len == 5
+        assert kind == "yoso-v1-e" or model.config.num_hash == 8
+    assert model.config.pad_token_id == (1 if offset else None)
+
+    # the exact kernel, which the sampled one estimates
+    exact = YosoForMaskedLM.from_pretrained(tmp_path / "yoso", use_expectation=True).eval()
+    input_ids = torch.randint(40, (1, POSITIONS))
+    expected = authors_logits(weights, places, ff, offset, kind, conv, input_ids)
+    with torch.no_grad():
+        torch.testing.assert_close(exact(input_ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_authors_files_that_do_not_fit(tmp_path):
+    weights, _, _ = authors_weights(layers=1, offset=0, style="code", conv=False)
+    path = tmp_path / "cp.model"
+    torch.save({"model_state_dict": weights}, path)
+    with pytest.raises(ValueError, match="needs the config.json"):
+        convert_checkpoint(path, tmp_path / "yoso")
+    sizes = {"embedding_dim": 32, "dim": 32, "num_head": 4, "head_dim": 8, "max_seq_len": POSITIONS}
+    for change, message in (
+        ({"attn_type": "linformer"}, "'linformer'"),
+        ({"embedding_dim": 16}, "embedding_dim 16"),
+        ({"head_dim": 16}, "4 heads of 16"),
+        ({"max_seq_len": 7}, "rows of positions"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"model": sizes | change}))
+        with pytest.raises(ValueError, match=message):
+            convert_checkpoint(path, tmp_path / "yoso")
+    # one of the LRA tasks
+    (tmp_path / "config.json").write_text(json.dumps({"listops": {"model": sizes}}))
+    with pytest.raises(ValueError, match="no language model of mlpen/YOSO"):
+        convert_checkpoint(path, tmp_path / "yoso")
+    with pytest.raises(ValueError, match="texts need a tokenizer"):
+        convert_checkpoint(path, tmp_path / "yoso", texts=TEXTS)
+    assert not (tmp_path / "yoso").exists()
+
+
+def test_nothing_is_half_written(tokenizers, tmp_path, monkeypatch):
+    source = save(make_model("bert", "Model", tokenizers["bert"]), tokenizers["bert"], tmp_path / "original")
+    output = tmp_path / "yoso"
+    convert_checkpoint(source, output)
+    (output / "extra").write_text("from before")
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+
+    def fail(*_args, **_kwargs):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.PreTrainedTokenizerBase, "save_pretrained", fail)
+        for target in (output, tmp_path / "new"):
+            with pytest.raises(OSError, match="disk full"):
+                convert_checkpoint(source, target, max_position_embeddings=7, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["original", "yoso"]
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+    with pytest.raises(ValueError, match="is not empty"):
+        convert_checkpoint(source, output)
+    convert_checkpoint(source, output, max_position_embeddings=7, overwrite=True)
+    assert YosoConfig.from_pretrained(output).max_position_embeddings == 7
+    assert not (output / "extra").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["original", "yoso"]
+
+
+def test_refused_arguments(tokenizers, tmp_path):
+    source = save(make_model("bert", "Model", tokenizers["bert"]), tokenizers["bert"], tmp_path / "original")
+    kept = {path.name: path.read_bytes() for path in source.iterdir()}
+    for target in (source, tmp_path):
+        with pytest.raises(ValueError, match="holds the source|no config.json"):
+            convert_checkpoint(source, target, overwrite=True)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("not a checkpoint")
+    with pytest.raises(ValueError, match="no config.json"):
+        convert_checkpoint(source, tmp_path / "notes", overwrite=True)
+    with pytest.raises(ValueError, match="got the file"):
+        convert_checkpoint(source, tmp_path / "notes" / "mine.txt")
+    with pytest.raises(ValueError, match="max_position_embeddings must be at least 1, got 0"):
+        convert_checkpoint(source, tmp_path / "yoso", max_position_embeddings=0)
+    with pytest.raises(ValueError, match="position_method must be one of"):
+        convert_checkpoint(source, tmp_path / "yoso", position_method="stretch")
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == kept
+    assert not (tmp_path / "yoso").exists()
