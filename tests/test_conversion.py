@@ -1,8 +1,12 @@
 import functools
+import importlib.util
 import json
 import pydoc_data.topics
 import re
+import shlex
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
@@ -522,6 +526,18 @@ def authors_logits(weights, places, ff, offset, attention, conv, input_ids):
     return linear("mlm.mlm_class", norm("mlm.norm", F.gelu(linear("mlm.dense", x))))
 
 
+AUTHORS_CONFIG = {
+    "vocab_size": 40,
+    "num_sen_type": 2,
+    "max_seq_len": POSITIONS,
+    "num_layers": 2,
+    "dropout_prob": 0.1,
+    "embedding_dim": 32,
+    "dim": 32,
+    "hidden_dim": 48,
+    "num_head": 4,
+    "head_dim": 8,
+}
 AUTHORS = {
     "RoBERTa, sampled": ("code", 2, {"attn_type": "yoso-v1", "num_hash": 8, "hash_code_len": 5}, False),
     "RoBERTa, published": ("published", 2, {"attn_type": "yoso-v1-e", "hash_code_len": 5}, False),
@@ -533,18 +549,7 @@ AUTHORS = {
 
 @pytest.mark.parametrize(("style", "offset", "attention", "conv"), AUTHORS.values(), ids=AUTHORS)
 def test_checkpoints_of_the_authors(style, offset, attention, conv, tmp_path):
-    config = {
-        "vocab_size": 40,
-        "num_sen_type": 2,
-        "max_seq_len": POSITIONS,
-        "num_layers": 2,
-        "dropout_prob": 0.1,
-        "embedding_dim": 32,
-        "dim": 32,
-        "hidden_dim": 48,
-        "num_head": 4,
-        "head_dim": 8,
-    } | attention
+    config = AUTHORS_CONFIG | attention
     if conv:
         config["conv_window"] = 3
     weights, places, ff = authors_weights(layers=2, offset=offset, style=style, conv=conv)
@@ -643,3 +648,90 @@ def test_refused_arguments(tokenizers, tmp_path):
         convert_checkpoint(source, tmp_path / "yoso", position_method="stretch")
     assert {path.name: path.read_bytes() for path in source.iterdir()} == kept
     assert not (tmp_path / "yoso").exists()
+
+
+@pytest.fixture
+def commands(tokenizers, tmp_path, monkeypatch):
+    """A directory in which the commands of the guide and of the script find small files under the names they use."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    tokenizer = tokenizers["roberta"]
+    save(make_model("roberta", "ForMaskedLM", tokenizer), tokenizer, tmp_path / "FacebookAI" / "roberta-base")
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    (documents / "topics.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 2))
+    weights, _, _ = authors_weights(layers=1, offset=2, style="code", conv=False)
+    words = "model.embeddings.word_embeddings.weight"
+    weights[words] = weights["mlm.mlm_class.weight"] = torch.randn(300, 32)
+    weights["mlm.mlm_class.bias"] = torch.zeros(300)
+    folder = tmp_path / "models" / "yoso-v1-32-small" / "model"
+    folder.mkdir(parents=True)
+    torch.save({"model_state_dict": weights}, folder / "cp-0249.model")
+    attention = {"attn_type": "yoso-v1", "num_hash": 8, "hash_code_len": 5}
+    config = AUTHORS_CONFIG | attention | {"num_layers": 1, "vocab_size": 300}
+    (folder.parent / "config.json").write_text(json.dumps({"model": config}))
+    config = YosoConfig(**SIZES, vocab_size=300, max_position_embeddings=POSITIONS)
+    save(YosoForMaskedLM(config), tokenizer, tmp_path / "uw-madison" / "yoso-4096")
+    return tmp_path
+
+
+def small(command):
+    """The words of a command as it is written, but for "python", with lengths and steps that suit the small models."""
+    command = re.sub(r" 4096\b", " 64", command.replace("\\\n", "")).replace(" 8192", " 100").replace(" 1000", " 3")
+    words = shlex.split(command)
+    assert words[0] == "python"
+    if words[1].endswith("run_mlm.py"):
+        words += ["--use_cpu", "--per_device_train_batch_size=4", "--disable_tqdm=true"]
+    return words[1:]
+
+
+def run(command):
+    done = subprocess.run([sys.executable, *small(command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_guide(commands):
+    """Its commands, in their order."""
+    blocks = re.findall(r"```(python|bash)\n(.*?)```", (ROOT / "docs" / "conversion.md").read_text(), re.DOTALL)
+    assert [language for language, _ in blocks] == ["bash", "bash", "python", "bash"]
+    printed = []
+    for language, text in blocks:
+        if language == "bash":
+            printed.append(run(text))
+        else:
+            exec(text, {})
+    assert "RobertaForMaskedLM -> YosoForMaskedLM" in printed[0]
+    # further training at more than twice the original's length
+    results = json.loads((commands / "runs" / "continued" / "all_results.json").read_text())
+    assert results["train_tokens_per_second"] > 0 and results["eval_loss"] > 0
+    before, after = (load(commands / "runs" / name).state_dict() for name in ("roberta-4096", "continued"))
+    changed = (before[YOSO_TABLE] != after[YOSO_TABLE]).any(dim=1)
+    assert before.keys() == after.keys()
+    assert not changed[:2].any() and changed[2 + POSITIONS :].all()
+    assert AutoTokenizer.from_pretrained(commands / "runs" / "continued").model_max_length == 64
+    config = load(commands / "runs" / "yoso-small").config
+    assert (config.num_hash, config.pad_token_id, config.eos_token_id) == (8, 1, 2)
+    assert len(AutoTokenizer.from_pretrained(commands / "runs" / "yoso-small")) <= 300
+
+
+def test_commands_of_the_script(commands, capsys):
+    """Those of its docstring; the options that they leave out reach the conversion as well."""
+    spec = importlib.util.spec_from_file_location("convert_checkpoint", ROOT / "scripts" / "convert_checkpoint.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    lines = [line.strip() for line in script.__doc__.replace("\\\n", "").splitlines()]
+    lines = [line for line in lines if line.startswith("python scripts/convert_checkpoint.py")]
+    assert len(lines) == 3
+    for line in lines:
+        script.main(small(line)[1:])
+        assert "checkpoint and conversion.json: runs/" in capsys.readouterr().out
+    assert load(commands / "runs" / "yoso-8192").config.max_position_embeddings == 100
+    with pytest.raises(ValueError, match="is not empty"):
+        script.main(small(lines[0])[1:])
+    options = "--hash_code_len 7 --num_hash 9 --use_expectation true --max_texts 2 --overwrite"
+    script.main(small(f"{lines[0]} {options}")[1:])
+    config = YosoConfig.from_pretrained(commands / "runs" / "roberta-4096")
+    assert (config.hash_code_len, config.num_hash, config.use_expectation) == (7, 9, True)
+    report = json.loads((commands / "runs" / "roberta-4096" / "conversion.json").read_text())
+    assert report["comparison"]["num_texts"] == 2
