@@ -539,7 +539,12 @@ AUTHORS_CONFIG = {
     "head_dim": 8,
 }
 AUTHORS = {
-    "RoBERTa, sampled": ("code", 2, {"attn_type": "yoso-v1", "num_hash": 8, "hash_code_len": 5}, False),
+    "RoBERTa, sampled": (
+        "code",
+        2,
+        {"attn_type": "yoso-v1", "num_hash": 8, "hash_code_len": 5, "n2_backward": True},
+        False,
+    ),
     "RoBERTa, published": ("published", 2, {"attn_type": "yoso-v1-e", "hash_code_len": 5}, False),
     "BERT, shared layers": ("shared", 0, {"attn_type": "yoso-v1-e", "hash_code_len": 5}, False),
     "with convolution": ("code", 0, {"attn_type": "yoso-v2", "num_hash_f": 8, "hashcode_len": 5}, True),
@@ -569,7 +574,10 @@ def test_checkpoints_of_the_authors(style, offset, attention, conv, tmp_path):
         assert model.config.use_expectation is (kind == "yoso-v1-e")
         assert model.config.hash_code_len == 5
         assert kind == "yoso-v1-e" or model.config.num_hash == 8
+    assert model.config.lsh_backward is not attention.get("n2_backward", False)
     assert model.config.pad_token_id == (1 if offset else None)
+    # that of torch, which the authors left as it is
+    assert model.config.layer_norm_eps == 1e-5
 
     # the exact kernel, which the sampled one estimates
     exact = YosoForMaskedLM.from_pretrained(tmp_path / "yoso", use_expectation=True).eval()
