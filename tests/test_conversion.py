@@ -397,6 +397,24 @@ def test_weights_outside_the_class_are_listed(tokenizers, tmp_path):
     check_lists(report, weights, load(tmp_path / "yoso").state_dict())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_without_tokenizer(kind, tokenizers, tmp_path):
+    """transformers would make one up."""
+    source = tmp_path / "original"
+    make_model(kind, "ForMaskedLM", tokenizers[kind]).save_pretrained(source)
+    report = convert_checkpoint(source, tmp_path / "yoso")
+    assert {path.name for path in (tmp_path / "yoso").iterdir()} == {
+        "config.json",
+        "conversion.json",
+        "model.safetensors",
+    }
+    assert report.notes == [f"no tokenizer: {source} holds none"]
+    for changes in ({"texts": TEXTS}, {"tokenizer_name": str(source)}):
+        with pytest.raises(ValueError, match=f"{source} holds none: give another tokenizer_name"):
+            convert_checkpoint(source, tmp_path / "other", **changes)
+    assert not (tmp_path / "other").exists()
+
+
 def test_half_precision_becomes_float32(tokenizers, tmp_path):
     original = make_model("roberta", "ForMaskedLM", tokenizers["roberta"]).to(torch.bfloat16)
     save(original, tokenizers["roberta"], tmp_path / "original")
@@ -566,7 +584,7 @@ def test_checkpoints_of_the_authors(style, offset, attention, conv, tmp_path):
     model = load(tmp_path / "yoso")
     check_lists(report, weights, model.state_dict())
     assert {name.rpartition(".")[0] for name in report.dropped} == {"model.pooler", "sen_class"}
-    assert not report.new and report.notes == ["no tokenizer: none was given"]
+    assert not report.new and report.notes == [f"no tokenizer: {path} holds none"]
     kind = attention["attn_type"]
     if kind == "softmax":
         assert (model.config.normalization, model.config.asymmetric_keys) == ("sum", True)

@@ -270,8 +270,8 @@ def convert_checkpoint(
             "interpolate" stretches it linearly. A shorter one is cut.
         hash_code_len, num_hash, use_expectation: of the new configuration, see YosoConfig. None: those in
             SOFTMAX_ATTENTION for a softmax model, a YOSO model's own.
-        tokenizer_name: hub name or directory of the tokenizer; None: the source's. A file of the authors comes
-            without one.
+        tokenizer_name: hub name or directory of the tokenizer; None: the source's, or none where it holds none, as
+            a file of the authors.
         texts: what to compare the outputs on; None: they are not compared.
         overwrite: replace a checkpoint that is in output_dir.
 
@@ -290,11 +290,10 @@ def convert_checkpoint(
         raise ValueError(f"position_method must be one of {POSITION_METHODS}, got {position_method!r}")
 
     is_file = os.path.isfile(source)
-    if is_file and tokenizer_name is None and texts:
-        raise ValueError(f"texts need a tokenizer, and {source} comes without one: give tokenizer_name")
-    tokenizer = None
-    if tokenizer_name is not None or not is_file:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_name or source)
+    tokenizer = None if is_file and tokenizer_name is None else _read_tokenizer(tokenizer_name or source)
+    if tokenizer is None and (tokenizer_name is not None or texts):
+        need = "texts need a tokenizer, and " if tokenizer_name is None else ""
+        raise ValueError(f"{need}{tokenizer_name or source} holds none: give another tokenizer_name")
     read = _read_authors(Path(source)) if is_file else _read_pretrained(str(source))
 
     original = read.weights[read.mapped[_POSITION_TABLE]][read.position_offset :]
@@ -318,7 +317,7 @@ def convert_checkpoint(
     elif length < len(original):
         position_method = "cut"
     if tokenizer is None:
-        read.notes.append("no tokenizer: none was given")
+        read.notes.append(f"no tokenizer: {source} holds none")
     report = ConversionReport(
         source=str(source),
         source_architecture=read.architecture,
@@ -420,6 +419,12 @@ def compare(
 def _token_logits(outputs: Any) -> Tensor:
     # BERT's pretraining class has a second head beside it
     return outputs.prediction_logits if hasattr(outputs, "prediction_logits") else outputs.logits
+
+
+def _read_tokenizer(name_or_path: str | os.PathLike) -> PreTrainedTokenizerBase | None:
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    # where there are no files, transformers makes up a tokenizer that knows its special tokens alone
+    return None if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens) else tokenizer
 
 
 def _read_pretrained(source: str) -> _Source:
