@@ -257,8 +257,8 @@ def convert_checkpoint(
     """Write a Yoso checkpoint made of another encoder's: configuration, weights, tokenizer and a report.
 
     Every weight and every head with an exact counterpart is kept; the rest is new, drawn from torch's global
-    generator. The attention itself is another function than softmax: the outputs move, and further training, of
-    which little is needed, brings them back.
+    generator. The attention itself is another function than softmax: the outputs move, and the model wants further
+    training.
 
     Args:
         source: hub name or directory of a BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA or Yoso checkpoint; or a file of
