@@ -43,7 +43,9 @@ class ConversionArguments:
         default="tile",
         metadata={"help": "repeat the positions, or stretch them", "choices": list(POSITION_METHODS)},
     )
-    hash_code_len: int | None = field(default=None, metadata={"help": "tau; default: 12, a YOSO model's own"})
+    hash_code_len: int | None = field(
+        default=None, metadata={"help": "tau; default: 12, or 24 with use_expectation true; a YOSO model's own"}
+    )
     num_hash: int | None = field(default=None, metadata={"help": "m; default: 64, a YOSO model's own"})
     use_expectation: str | None = field(
         default=None,

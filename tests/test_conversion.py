@@ -337,12 +337,15 @@ def test_settings_are_carried_over(tokenizers, tmp_path):
         assert getattr(config, name) == value, name
     assert config.pad_token_id == tokenizers["bert"].pad_token_id
     assert (config.hash_code_len, config.num_hash, config.use_expectation) == (9, 16, False)
-    assert (config.normalization, config.asymmetric_keys, config.classifier_activation) == ("sum", True, "tanh")
+    assert (config.normalization, config.similarity, config.classifier_activation) == ("sum", "cosine", "tanh")
     assert any("classifier_dropout was 0.4" in note for note in report.notes)
 
     convert_checkpoint(tmp_path / "original", tmp_path / "default")
     config = YosoConfig.from_pretrained(tmp_path / "default")
     assert (config.hash_code_len, config.num_hash, config.use_expectation) == (12, 64, "auto")
+    convert_checkpoint(tmp_path / "original", tmp_path / "exact", use_expectation=True)
+    config = YosoConfig.from_pretrained(tmp_path / "exact")
+    assert (config.normalization, config.similarity, config.hash_code_len) == ("sum", "dot_product", 24)
 
 
 REFUSED = {
@@ -587,7 +590,7 @@ def test_checkpoints_of_the_authors(style, offset, attention, conv, tmp_path):
     assert not report.new and report.notes == [f"no tokenizer: {path} holds none"]
     kind = attention["attn_type"]
     if kind == "softmax":
-        assert (model.config.normalization, model.config.asymmetric_keys) == ("sum", True)
+        assert (model.config.normalization, model.config.hash_code_len) == ("sum", 12)
     else:
         assert model.config.use_expectation is (kind == "yoso-v1-e")
         assert model.config.hash_code_len == 5

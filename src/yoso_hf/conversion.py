@@ -49,10 +49,16 @@ POSITION_METHODS = ("tile", "interpolate")
 # up to 704 tokens, so a text that the original could take gets no noise
 SOFTMAX_ATTENTION = {
     "normalization": "sum",
-    "asymmetric_keys": True,
+    "similarity": "cosine",
     "hash_code_len": 12,
     "num_hash": 64,
     "use_expectation": "auto",
+}
+# the same where nothing is ever sampled: closer to softmax, by a sharpness that hash codes have no room for
+EXACT_SOFTMAX_ATTENTION = SOFTMAX_ATTENTION | {
+    "similarity": "dot_product",
+    "hash_code_len": 24,
+    "use_expectation": True,
 }
 MASKED_SHARE = 0.15
 
@@ -237,6 +243,7 @@ class _Source:
     dropped: dict[str, str]
     # rows of the position table in front of the first token's
     position_offset: int
+    is_softmax: bool
     model: PreTrainedModel | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -268,8 +275,9 @@ def convert_checkpoint(
         max_position_embeddings: longest sequence of the new model, >= 1; None: the original's.
         position_method: how the position table becomes longer. "tile" repeats it, as YOSO's authors do;
             "interpolate" stretches it linearly. A shorter one is cut.
-        hash_code_len, num_hash, use_expectation: of the new configuration, see YosoConfig. None: those in
-            SOFTMAX_ATTENTION for a softmax model, a YOSO model's own.
+        hash_code_len, num_hash, use_expectation: of the new configuration, see YosoConfig. None: a YOSO model's
+            own; for a softmax model those in SOFTMAX_ATTENTION, with use_expectation=True in
+            EXACT_SOFTMAX_ATTENTION.
         tokenizer_name: hub name or directory of the tokenizer; None: the source's, or none where it holds none, as
             a file of the authors.
         texts: what to compare the outputs on; None: they are not compared.
@@ -281,6 +289,7 @@ def convert_checkpoint(
     Raises:
         ValueError: the source is of an architecture that Yoso cannot hold, lacks weights, or an argument is out of
             range; nothing has been written.
+        huggingface_hub.errors.StrictDataclassError: hash_code_len, num_hash or use_expectation is out of range.
     """
     output_dir = Path(output_dir)
     _check_output(output_dir, source, overwrite)
@@ -299,7 +308,10 @@ def convert_checkpoint(
     original = read.weights[read.mapped[_POSITION_TABLE]][read.position_offset :]
     length = max_position_embeddings or len(original)
     chosen = {"hash_code_len": hash_code_len, "num_hash": num_hash, "use_expectation": use_expectation}
-    settings = read.settings | {name: value for name, value in chosen.items() if value is not None}
+    attention = {}
+    if read.is_softmax:
+        attention = EXACT_SOFTMAX_ATTENTION if use_expectation is True else SOFTMAX_ATTENTION
+    settings = read.settings | attention | {name: value for name, value in chosen.items() if value is not None}
     if is_file and tokenizer is not None:
         settings |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     config = YosoConfig(**settings, max_position_embeddings=length)
@@ -463,13 +475,14 @@ def _read_pretrained(source: str) -> _Source:
         settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_COPIED}
         offset = POSITION_OFFSET
     else:
-        settings = {name: getattr(config, name, None) for name in _COPIED_SETTINGS} | SOFTMAX_ATTENTION
+        settings = {name: getattr(config, name, None) for name in _COPIED_SETTINGS}
         if classifier_activation is not None:
             settings["classifier_activation"] = classifier_activation
         # RoBERTa's kind counts from behind the row of padding
         padding = model.base_model.embeddings.position_embeddings.padding_idx
         offset = 0 if padding is None else padding + 1
-    read = _Source(type(model).__name__, target_class, settings, weights, mapped, dropped, offset, model)
+    is_softmax = config.model_type != "yoso"
+    read = _Source(type(model).__name__, target_class, settings, weights, mapped, dropped, offset, is_softmax, model)
     head_dropout = getattr(config, "classifier_dropout", None)
     if head_dropout not in (None, config.hidden_dropout_prob):
         read.notes.append(
@@ -590,13 +603,16 @@ def _read_authors(path: Path) -> _Source:
     if offset == 0:
         # those of the configuration's defaults are RoBERTa's
         settings |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    return _Source("mlpen/YOSO", YosoForMaskedLM, settings | attention, weights, mapped, dropped, offset, notes=notes)
+    settings |= attention or {}
+    is_softmax = attention is None
+    return _Source("mlpen/YOSO", YosoForMaskedLM, settings, weights, mapped, dropped, offset, is_softmax, notes=notes)
 
 
-def _authors_attention(path: Path, config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _authors_attention(path: Path, config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+    """The settings of a YOSO attention, None for softmax, and what differs."""
     kind = config.get("attn_type", "softmax" if config.get("model_type") == "vanila_transformer" else None)
     if kind == "softmax":
-        return SOFTMAX_ATTENTION, []
+        return None, []
     if kind in ("yoso-v1", "yoso-v1-e"):
         return {
             "hash_code_len": config["hash_code_len"],
