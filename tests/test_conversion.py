@@ -1,4 +1,3 @@
-import functools
 import importlib.util
 import json
 import pydoc_data.topics
@@ -25,7 +24,7 @@ from transformers import (
 )
 
 import yoso_hf
-from yoso_hf import YosoConfig, YosoForMaskedLM, modeling_yoso
+from yoso_hf import YosoConfig, YosoForMaskedLM
 from yoso_hf.conversion import convert_checkpoint, lengthen_positions
 from yoso_hf.data import train_tokenizer
 from yoso_hf.mlm import Masking
@@ -54,12 +53,8 @@ YOSO_TABLE = "yoso.embeddings.position_embeddings.weight"
 
 
 @pytest.fixture(autouse=True)
-def seed(monkeypatch, request):
+def seed():
     torch.manual_seed(0)
-    if "authors" in request.node.name and "softmax" not in request.node.name:
-        return
-    whole = modeling_yoso.yoso_attention
-    monkeypatch.setattr(modeling_yoso, "yoso_attention", functools.partial(whole, normalization="sum"))
 
 
 @pytest.fixture(scope="module", autouse=True)
