@@ -2,7 +2,7 @@
 
     # what the model becomes, and how far its outputs moved on your own text
     python scripts/convert_checkpoint.py --model_name_or_path FacebookAI/roberta-base --max_position_embeddings 4096 \\
-        --text_file 'documents/*.jsonl' --output_dir runs/roberta-4096
+        --fit_file 'fit/*.jsonl' --text_file 'documents/*.jsonl' --output_dir runs/roberta-4096
 
     # then further pretraining at the new length, which gets used to the other attention
     python scripts/run_mlm.py --model_name_or_path runs/roberta-4096 --train_file 'documents/*.jsonl' \\
@@ -58,18 +58,23 @@ class ConversionArguments:
         default=None,
         metadata={"help": "txt, json, jsonl or parquet files, or globs, with texts to compare the outputs on"},
     )
+    fit_file: list[str] | None = field(
+        default=None, metadata={"help": "the same, with texts to fit each head's hash_code_len on"}
+    )
     text_column: str = field(default="text", metadata={"help": "the column that holds the text"})
     document: str = field(
         default="paragraph",
         metadata={"help": "what a text is in txt files", "choices": ["line", "paragraph", "file"]},
     )
-    max_texts: int = field(default=32, metadata={"help": "compare on the first so many texts"})
+    max_texts: int = field(default=32, metadata={"help": "read the first so many texts of each"})
     overwrite: bool = field(default=False, metadata={"help": "replace a checkpoint in output_dir"})
 
 
-def read_texts(args: ConversionArguments) -> list[str]:
-    source = "--text_file"
-    rows = read_files(find_files(args.text_file, source), source, document=args.document, streaming=True)
+def read_texts(args: ConversionArguments, argument: str) -> list[str] | None:
+    patterns, source = getattr(args, argument), f"--{argument}"
+    if not patterns:
+        return None
+    rows = read_files(find_files(patterns, source), source, document=args.document, streaming=True)
     texts = (row["text"] for row in select_text(rows, args.text_column, source))
     return list(itertools.islice((text for text in texts if text and text.strip()), args.max_texts))
 
@@ -89,7 +94,8 @@ def main(argv: list[str] | None = None) -> None:
         num_hash=args.num_hash,
         use_expectation={"true": True, "false": False}.get(args.use_expectation, args.use_expectation),
         tokenizer_name=args.tokenizer_name,
-        texts=read_texts(args) if args.text_file else None,
+        texts=read_texts(args, "text_file"),
+        fit_texts=read_texts(args, "fit_file"),
         overwrite=args.overwrite,
     )
     print(report)

@@ -27,6 +27,7 @@ import yoso_hf
 from yoso_hf import YosoConfig, YosoForMaskedLM
 from yoso_hf.conversion import convert_checkpoint, lengthen_positions
 from yoso_hf.data import train_tokenizer
+from yoso_hf.fitting import fit_hash_code_len
 from yoso_hf.mlm import Masking
 
 ROOT = Path(__file__).parents[1]
@@ -458,6 +459,47 @@ def test_comparison(kind, tokenizers, tmp_path):
     assert f"loss {found.original_loss:.3f} -> {found.converted_loss:.3f}" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("length", "options", "fitted_with"),
+    [
+        (POSITIONS, {}, "auto"),
+        (POSITIONS, {"use_expectation": True}, True),
+        # more than 11 tokens for each hash function: sampled at full length
+        (100, {"num_hash": 8}, False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
+def test_fitted_hash_code_len(kind, length, options, fitted_with, tokenizers, tmp_path):
+    """The numbers are those of fit_hash_code_len for the attention that full texts get."""
+    tokenizer = tokenizers[kind]
+    source = save(make_model(kind, "ForMaskedLM", tokenizer, uniform=False), tokenizer, tmp_path / "original")
+    options = {"max_position_embeddings": length, "texts": TEXTS[3:], **options}
+    plain = convert_checkpoint(source, tmp_path / "plain", **options)
+    report = convert_checkpoint(source, tmp_path / "fitted", fit_texts=TEXTS[:3], **options)
+
+    model = AutoModelForMaskedLM.from_pretrained(source)
+    before, after = (YosoConfig.from_pretrained(tmp_path / name) for name in ("plain", "fitted"))
+    model.config.yoso_normalization, model.config.yoso_similarity = "sum", before.similarity
+    model.config.yoso_num_hash, model.config.yoso_use_expectation = before.num_hash, fitted_with
+    batches = [tokenizer(text, truncation=True, max_length=POSITIONS, return_tensors="pt") for text in TEXTS[:3]]
+    assert after.hash_code_len == fit_hash_code_len(model, batches).hash_code_len
+    changed = before.to_diff_dict().keys() ^ after.to_diff_dict().keys()
+    assert not changed and before.use_expectation == after.use_expectation
+    assert any(note.startswith("hash_code_len is fitted") for note in report.notes)
+    assert report.comparison.original_loss == plain.comparison.original_loss
+
+
+def test_fitting_is_for_softmax_models(tokenizers, tmp_path):
+    tokenizer = tokenizers["roberta"]
+    config = YosoConfig(**SIZES, vocab_size=len(tokenizer), max_position_embeddings=POSITIONS)
+    source = save(YosoForMaskedLM(config), tokenizer, tmp_path / "original")
+    with pytest.raises(ValueError, match="fit_texts need a softmax model of transformers, got YosoForMaskedLM"):
+        convert_checkpoint(source, tmp_path / "yoso", fit_texts=TEXTS)
+    with pytest.raises(ValueError, match="fit_texts choose hash_code_len"):
+        convert_checkpoint(source, tmp_path / "yoso", fit_texts=TEXTS, hash_code_len=5)
+    assert not (tmp_path / "yoso").exists()
+
+
 def test_a_yoso_checkpoint_becomes_longer(tokenizers, tmp_path):
     """Its own attention stays: within the old length nothing changes."""
     tokenizer = tokenizers["roberta"]
@@ -681,9 +723,10 @@ def commands(tokenizers, tmp_path, monkeypatch):
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     tokenizer = tokenizers["roberta"]
     save(make_model("roberta", "ForMaskedLM", tokenizer), tokenizer, tmp_path / "FacebookAI" / "roberta-base")
-    documents = tmp_path / "documents"
-    documents.mkdir()
-    (documents / "topics.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 2))
+    for name in ("documents", "fit", "other"):
+        (tmp_path / name).mkdir()
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 2)
+        (tmp_path / name / "topics.jsonl").write_text(lines)
     weights, _, _ = authors_weights(layers=1, offset=2, style="code", conv=False)
     words = "model.embeddings.word_embeddings.weight"
     weights[words] = weights["mlm.mlm_class.weight"] = torch.randn(300, 32)
@@ -753,8 +796,10 @@ def test_commands_of_the_script(commands, capsys):
     assert load(commands / "runs" / "yoso-8192").config.max_position_embeddings == 100
     with pytest.raises(ValueError, match="is not empty"):
         script.main(small(lines[0])[1:])
-    options = "--hash_code_len 7 --num_hash 9 --use_expectation true --max_texts 2 --overwrite"
-    script.main(small(f"{lines[0]} {options}")[1:])
+    fitted = YosoConfig.from_pretrained(commands / "runs" / "roberta-4096").hash_code_len
+    assert [len(by_head) for by_head in fitted] == [4, 4]
+    command = lines[0].replace("--fit_file 'fit/*.jsonl'", "--hash_code_len 7 --num_hash 9 --use_expectation true")
+    script.main(small(f"{command} --max_texts 2 --overwrite")[1:])
     config = YosoConfig.from_pretrained(commands / "runs" / "roberta-4096")
     assert (config.hash_code_len, config.num_hash, config.use_expectation) == (7, 9, True)
     report = json.loads((commands / "runs" / "roberta-4096" / "conversion.json").read_text())

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,12 +25,15 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    BatchEncoding,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from .attention import exact_is_cheaper
 from .configuration_yoso import YosoConfig
+from .fitting import fit_hash_code_len
 from .mlm import IGNORED, Masking
 from .modeling_yoso import (
     POSITION_OFFSET,
@@ -259,6 +262,7 @@ def convert_checkpoint(
     use_expectation: bool | Literal["auto"] | None = None,
     tokenizer_name: str | None = None,
     texts: Sequence[str] | None = None,
+    fit_texts: Sequence[str] | None = None,
     overwrite: bool = False,
 ) -> ConversionReport:
     """Write a Yoso checkpoint made of another encoder's: configuration, weights, tokenizer and a report.
@@ -281,6 +285,8 @@ def convert_checkpoint(
         tokenizer_name: hub name or directory of the tokenizer; None: the source's, or none where it holds none, as
             a file of the authors.
         texts: what to compare the outputs on; None: they are not compared.
+        fit_texts: give every head of a softmax model the hash_code_len that comes closest on these texts, instead of
+            one number for all; None: do not.
         overwrite: replace a checkpoint that is in output_dir.
 
     Returns:
@@ -298,9 +304,14 @@ def convert_checkpoint(
     if position_method not in POSITION_METHODS:
         raise ValueError(f"position_method must be one of {POSITION_METHODS}, got {position_method!r}")
 
+    if fit_texts and hash_code_len is not None:
+        raise ValueError(
+            f"fit_texts choose hash_code_len: give one of them, got hash_code_len {hash_code_len} as well"
+        )
+
     is_file = os.path.isfile(source)
     tokenizer = None if is_file and tokenizer_name is None else _read_tokenizer(tokenizer_name or source)
-    if tokenizer is None and (tokenizer_name is not None or texts):
+    if tokenizer is None and (tokenizer_name is not None or texts or fit_texts):
         need = "texts need a tokenizer, and " if tokenizer_name is None else ""
         raise ValueError(f"{need}{tokenizer_name or source} holds none: give another tokenizer_name")
     read = _read_authors(Path(source)) if is_file else _read_pretrained(str(source))
@@ -314,13 +325,14 @@ def convert_checkpoint(
     settings = read.settings | attention | {name: value for name, value in chosen.items() if value is not None}
     if is_file and tokenizer is not None:
         settings |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    config = YosoConfig(**settings, max_position_embeddings=length)
     if tokenizer is not None:
-        if len(tokenizer) > config.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {len(tokenizer)} tokens, the model knows {config.vocab_size} (vocab_size)"
-            )
+        vocab_size = settings["vocab_size"]
+        if len(tokenizer) > vocab_size:
+            raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model knows {vocab_size} (vocab_size)")
         tokenizer.model_max_length = length
+    if fit_texts:
+        _fit(read, settings, length, (_tokenize(tokenizer, text, min(length, len(original))) for text in fit_texts))
+    config = YosoConfig(**settings, max_position_embeddings=length)
 
     model = read.target_class(config)
     new = _fill(model, read, lengthen_positions(original, length, position_method))
@@ -405,7 +417,7 @@ def compare(
     masking = Masking(tokenizer, MASKED_SHARE) if language_model else None
     cosines, losses, hits = [], [], []
     for index, text in enumerate(texts):
-        inputs = tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt")
+        inputs = _tokenize(tokenizer, text, max_length)
         layers = [
             model.base_model(**inputs, output_hidden_states=True).hidden_states for model in (original, converted)
         ]
@@ -426,6 +438,30 @@ def compare(
         found.original_loss, found.converted_loss = torch.cat(losses, dim=1).mean(dim=1).tolist()
         found.original_accuracy, found.converted_accuracy = torch.cat(hits, dim=1).float().mean(dim=1).tolist()
     return found
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) -> BatchEncoding:
+    return tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt")
+
+
+def _fit(read: _Source, settings: dict[str, Any], length: int, batches: Iterable[BatchEncoding]) -> None:
+    """Choose hash_code_len in settings, head by head, for texts of this length."""
+    if read.model is None or not read.is_softmax:
+        raise ValueError(f"fit_texts need a softmax model of transformers, got {read.architecture}")
+    attention = {name: settings[name] for name in ("normalization", "similarity", "num_hash", "use_expectation")}
+    if attention["use_expectation"] == "auto" and not exact_is_cheaper(length, length, settings["num_hash"]):
+        # these texts are as short as the original's and would be exact, those of the new length will be sampled
+        attention["use_expectation"] = False
+    for name, value in attention.items():
+        setattr(read.model.config, f"yoso_{name}", value)
+    fit = fit_hash_code_len(read.model, batches)
+    settings["hash_code_len"] = fit.hash_code_len
+    chosen = [length for by_head in fit.hash_code_len for length in by_head]
+    left = [error for by_head in fit.error for error in by_head]
+    read.notes.append(
+        f"hash_code_len is fitted, {min(chosen)} to {max(chosen)}; of the square of the attention's output, "
+        f"{sum(left) / len(left):.3f} is left as error, the mean over all heads"
+    )
 
 
 def _token_logits(outputs: Any) -> Tensor:
