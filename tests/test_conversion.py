@@ -489,6 +489,27 @@ def test_fitted_hash_code_len(kind, length, options, fitted_with, tokenizers, tm
     assert report.comparison.original_loss == plain.comparison.original_loss
 
 
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
+def test_a_model_that_has_yoso_attention_already(kind, tokenizers, tmp_path):
+    """Trained with attn_implementation="yoso": the same attention, hash functions and all, and so the same outputs."""
+    tokenizer = tokenizers[kind]
+    attention = {
+        "yoso_use_expectation": False,
+        "yoso_num_hash": 8,
+        "yoso_hash_code_len": [[3, 4, 5, 6], [6, 5, 4, 3]],
+        "yoso_similarity": "dot_product",
+        "yoso_hash_seed": 7,
+        "yoso_backward": "expectation",
+    }
+    original = make_model(kind, "ForMaskedLM", tokenizer, uniform=False, **attention)
+    save(original, tokenizer, tmp_path / "original")
+    convert_checkpoint(tmp_path / "original", tmp_path / "yoso", max_position_embeddings=2 * POSITIONS)
+    original.set_attn_implementation("yoso")
+    converted = load(tmp_path / "yoso")
+    check_same_outputs(original, converted, make_inputs(original, tokenizer))
+    assert converted.config.lsh_backward is False
+
+
 def test_fitting_is_for_softmax_models(tokenizers, tmp_path):
     tokenizer = tokenizers["roberta"]
     config = YosoConfig(**SIZES, vocab_size=len(tokenizer), max_position_embeddings=POSITIONS)
@@ -686,6 +707,19 @@ def test_nothing_is_half_written(tokenizers, tmp_path, monkeypatch):
             with pytest.raises(OSError, match="disk full"):
                 convert_checkpoint(source, target, max_position_embeddings=7, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["original", "yoso"]
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+    rename = Path.rename
+
+    def fail_at_last(self, target):
+        if self.name == "new":
+            raise OSError("disk full")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail_at_last)
+        with pytest.raises(OSError, match="disk full"):
+            convert_checkpoint(source, output, max_position_embeddings=7, overwrite=True)
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
 
     with pytest.raises(ValueError, match="is not empty"):

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from .attention import exact_is_cheaper
+from .attention_interface import SETTINGS
 from .configuration_yoso import YosoConfig
 from .fitting import fit_hash_code_len
 from .mlm import IGNORED, Masking
@@ -274,7 +275,7 @@ def convert_checkpoint(
     Args:
         source: hub name or directory of a BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA or Yoso checkpoint; or a file of
             YOSO's authors (cp-0249.model), with the config.json that it was trained with beside it or one
-            directory up.
+            directory up. A checkpoint of attn_implementation="yoso" keeps the attention it has.
         output_dir: where to write; must not exist or be empty, unless overwrite is set.
         max_position_embeddings: longest sequence of the new model, >= 1; None: the original's.
         position_method: how the position table becomes longer. "tile" repeats it, as YOSO's authors do;
@@ -480,8 +481,15 @@ def _read_pretrained(source: str) -> _Source:
     config = AutoConfig.from_pretrained(source)
     task = _check_config(source, config)
     auto_class, target_class = _TASKS[task]
+    # trained with attn_implementation="yoso"
+    has_yoso_attention = any(hasattr(config, name) for name in SETTINGS)
     model, found = auto_class.from_pretrained(
-        source, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+        source,
+        config=config,
+        dtype=torch.float32,
+        attn_implementation="yoso" if has_yoso_attention else None,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
     )
     weights = model.state_dict()
     prefixes, classifier_activation = _head_prefixes(config, target_class)
@@ -512,12 +520,16 @@ def _read_pretrained(source: str) -> _Source:
         offset = POSITION_OFFSET
     else:
         settings = {name: getattr(config, name, None) for name in _COPIED_SETTINGS}
+        if has_yoso_attention:
+            attention = {name: getattr(config, name, default) for name, default in SETTINGS.items()}
+            settings["lsh_backward"] = attention.pop("yoso_backward") == "sampled"
+            settings |= {name.removeprefix("yoso_"): value for name, value in attention.items()}
         if classifier_activation is not None:
             settings["classifier_activation"] = classifier_activation
         # RoBERTa's kind counts from behind the row of padding
         padding = model.base_model.embeddings.position_embeddings.padding_idx
         offset = 0 if padding is None else padding + 1
-    is_softmax = config.model_type != "yoso"
+    is_softmax = config.model_type != "yoso" and not has_yoso_attention
     read = _Source(type(model).__name__, target_class, settings, weights, mapped, dropped, offset, is_softmax, model)
     head_dropout = getattr(config, "classifier_dropout", None)
     if head_dropout not in (None, config.hidden_dropout_prob):
