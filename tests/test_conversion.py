@@ -503,7 +503,9 @@ def test_a_model_that_has_yoso_attention_already(kind, tokenizers, tmp_path):
     }
     original = make_model(kind, "ForMaskedLM", tokenizer, uniform=False, **attention)
     save(original, tokenizer, tmp_path / "original")
-    convert_checkpoint(tmp_path / "original", tmp_path / "yoso", max_position_embeddings=2 * POSITIONS)
+    length = 2 * POSITIONS
+    report = convert_checkpoint(tmp_path / "original", tmp_path / "yoso", max_position_embeddings=length, texts=TEXTS)
+    assert report.comparison.cosine == pytest.approx(1, abs=1e-5)
     original.set_attn_implementation("yoso")
     converted = load(tmp_path / "yoso")
     check_same_outputs(original, converted, make_inputs(original, tokenizer))
