@@ -35,6 +35,7 @@ from .attention import exact_is_cheaper
 from .attention_interface import SETTINGS
 from .configuration_yoso import YosoConfig
 from .fitting import fit_hash_code_len
+from .hashing import MAX_HASH_CODE_LEN
 from .mlm import IGNORED, Masking
 from .modeling_yoso import (
     POSITION_OFFSET,
@@ -88,7 +89,14 @@ _TASKS = {
 }
 _POSITION_TABLE = "yoso.embeddings.position_embeddings.weight"
 # of a Yoso configuration, what is written anew
-_NOT_COPIED = ("model_type", "architectures", "transformers_version", "max_position_embeddings", "dtype")
+_NOT_COPIED = (
+    "model_type",
+    "architectures",
+    "auto_map",
+    "transformers_version",
+    "max_position_embeddings",
+    "dtype",
+)
 _COPIED_SETTINGS = (
     "vocab_size",
     "hidden_size",
@@ -333,6 +341,10 @@ def convert_checkpoint(
         tokenizer.model_max_length = length
     if fit_texts:
         _fit(read, settings, length, (_tokenize(tokenizer, text, min(length, len(original))) for text in fit_texts))
+    tau = settings["hash_code_len"]
+    if settings["use_expectation"] is True and isinstance(tau, int) and tau > MAX_HASH_CODE_LEN:
+        # a configuration holds numbers beyond those of hash codes by head alone
+        settings["hash_code_len"] = [[tau] * settings["num_attention_heads"]] * settings["num_hidden_layers"]
     config = YosoConfig(**settings, max_position_embeddings=length)
 
     model = read.target_class(config)
@@ -546,7 +558,8 @@ def _check_config(source: str, config: PreTrainedConfig) -> str:
             f"{source} is of model type {config.model_type!r}; "
             f"what can be converted is {', '.join(map(repr, _CLASS_PREFIXES))}"
         )
-    if getattr(config, "auto_map", None):
+    # a Yoso checkpoint carries this package's
+    if config.model_type != "yoso" and getattr(config, "auto_map", None):
         raise ValueError(f"{source} brings code of its own (auto_map), which may compute what Yoso does not")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(f"{source} is a decoder (is_decoder or add_cross_attention); Yoso is an encoder")
