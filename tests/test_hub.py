@@ -19,7 +19,15 @@ import yoso_hf
 from yoso_hf.modeling_yoso import AUTO_MAP
 
 ROOT = Path(__file__).parent.parent
-CODE = {"attention.py", "configuration_yoso.py", "hashing.py", "modeling_yoso.py", "ops.py", "reference.py"}
+CODE = {
+    "attention.py",
+    "configuration_yoso.py",
+    "graphs.py",
+    "hashing.py",
+    "modeling_yoso.py",
+    "ops.py",
+    "reference.py",
+}
 MODEL_FILES = {"README.md", "config.json", "model.safetensors"} | CODE
 
 # what both processes know: the repositories, and how a model is run
