@@ -162,7 +162,17 @@ def test_forced_instruction_sets_pass_the_same_tests(capability):
     )
     # those that do not depend on the instruction set, and this one
     leave_out = "not opcheck and not without_the_extension and not instruction"
-    tests = [str(TESTS / "test_ops.py"), __file__, "-q", "-x", "-k", leave_out, "-p", "no:cacheprovider"]
+    tests = [
+        str(TESTS / "test_ops.py"),
+        str(TESTS / "test_local_window.py"),
+        __file__,
+        "-q",
+        "-x",
+        "-k",
+        leave_out,
+        "-p",
+        "no:cacheprovider",
+    ]
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
     run = subprocess.run(
         [sys.executable, "-c", code, capability, *tests], env=environment, capture_output=True, text=True
@@ -233,6 +243,7 @@ def one_head_calls():
     exact = Inputs("random", (1, 1, 4096, 4096, 64, 64, 1, 9), torch.float32)
     hadamard, gaussian = sampled.functions
     buckets = (sampled.query, sampled.key, sampled.value, *sampled.codes, 9)
+    near = (*buckets, 64)
     rows = (exact.query, exact.key, exact.value, 9)
     unit, inverse_length = ops.sampled_attention(*buckets, False, True)
     return {
@@ -242,6 +253,8 @@ def one_head_calls():
         "sampled_attention_backward": lambda: ops.sampled_attention_backward(sampled.grad, *buckets),
         "expectation_attention": lambda: ops.expectation_attention(*rows, False, True),
         "expectation_attention_backward": lambda: ops.expectation_attention_backward(exact.grad, *rows, False),
+        "local_attention": lambda: ops.local_attention(*near),
+        "local_attention_backward": lambda: ops.local_attention_backward(sampled.grad, *near),
         "unit_rows_backward": lambda: ops.unit_rows_backward(sampled.grad, unit, inverse_length),
     }
 

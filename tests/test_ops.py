@@ -223,6 +223,9 @@ def operator_calls():
     gaussian = HashFunctions.sample(2, 8, 4, 5, kind="gaussian")
     inputs = [x.requires_grad_() for x in (query, key, value)]
     plain = [x.detach() for x in inputs]
+    # keys and values of the queries' positions
+    near = [inputs[0], *(x.detach()[:, :, :9].requires_grad_() for x in inputs[1:])]
+    near_codes = codes[0], codes[1][..., :9].contiguous()
     return {
         "hash_hadamard": [(plain[1], functions.parameters, mask, 4, 5)],
         "hash_gaussian": [(plain[0], gaussian.parameters, None, 4, 5)],
@@ -230,6 +233,8 @@ def operator_calls():
         "sampled_attention_backward": [(grad, *plain, *codes, 5)],
         "expectation_attention": [(*inputs, 5, False, unit) for unit in (False, True)],
         "expectation_attention_backward": [(grad, *plain, 5, False)],
+        "local_attention": [(*near, *near_codes, 5, 3)],
+        "local_attention_backward": [(grad, *(x.detach() for x in near), *near_codes, 5, 3)],
         "unit_rows_backward": [(grad, *normalized(grad))],
     }
 

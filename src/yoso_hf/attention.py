@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .graphs import expectation_attention_graph, sampled_attention_graph
 from .hashing import MAX_HASH_CODE_LEN, HashFunctions
-from .ops import expectation_attention, sampled_attention
+from .ops import expectation_attention, local_attention, sampled_attention
 
 # where nothing is hashed, hash_code_len is only the power of the kernel
 MAX_EXACT_HASH_CODE_LEN = 32
@@ -64,6 +64,7 @@ def yoso_attention(
     normalization: Literal["l2", "sum"] | None = "l2",
     backward: Literal["sampled", "expectation", "exact"] = "sampled",
     similarity: Literal["cosine", "dot_product"] = "cosine",
+    local_window: int = 0,
 ) -> Tensor:
     """Attention whose weights are collisions of random hash codes, linear in the sequence length (Zeng et al., 2021).
 
@@ -96,6 +97,9 @@ def yoso_attention(
             of the largest lengths among queries and (centred) keys: vectors get a coordinate more each, which
             makes them equally long. With N = M, masked positions do not count as queries either. All x
             are closer to 0, so that the same sharpness takes a higher hash_code_len, and more samples.
+        local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are
+            sampled: the same expectation with less noise, at a cost of O(N local_window). Needs N = M. 0: none, not
+            even a position with itself. Nothing changes where the expectation is computed.
 
     Returns:
         [B, H, N, Dv], in value's dtype.
@@ -103,7 +107,7 @@ def yoso_attention(
     Raises:
         ValueError: an argument out of range, or shapes, dtypes or devices that do not fit; the message names it.
     """
-    _check(query, key, value, key_mask, normalization, backward, expectation, similarity)
+    _check(query, key, value, key_mask, normalization, backward, expectation, similarity, local_window)
     heads, head_dim = query.shape[1], query.shape[3]
     if similarity == "dot_product":
         head_dim += 2
@@ -123,7 +127,7 @@ def yoso_attention(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if similarity == "dot_product":
         query, key = _equally_long(query, key, key_mask)
-    if normalization == "sum" and dtype == torch.float16:
+    if dtype == torch.float16 and (normalization == "sum" or (local_window > 0 and not expectation)):
         # sums of small weights, which are divided by, leave the range of float16
         query, key, value = query.float(), key.float(), value.float()
     if normalization == "sum":
@@ -144,8 +148,16 @@ def yoso_attention(
             functions = HashFunctions.sample(*sizes, device=query.device)
         query_codes = functions.codes(query.detach())
         key_codes = functions.codes(key.detach(), key_mask)
+        exact_sum, scaled = backward == "expectation", unit and local_window == 0
         attend = sampled_attention_graph if torch.onnx.is_in_onnx_export() else sampled_attention
-        out, _ = attend(query, key, value, query_codes, key_codes, hash_code_len, backward == "expectation", unit)
+        out, _ = attend(query, key, value, query_codes, key_codes, hash_code_len, exact_sum, scaled)
+        if local_window > 0:
+            if exact_sum:
+                # their gradient is the exact sum over all pairs already
+                query, key = query.detach(), key.detach()
+            out = out + local_attention(query, key, value, query_codes, key_codes, hash_code_len, local_window)
+            if unit:
+                out = _unit_rows(out)
         return out
 
     if isinstance(hash_code_len, int):
@@ -231,7 +243,14 @@ def _divide_by_last_column(out: Tensor) -> Tensor:
     return out * (positive / torch.where(positive, total, 1))
 
 
-def _check(query, key, value, key_mask, normalization, backward, expectation, similarity) -> None:
+def _unit_rows(out: Tensor) -> Tensor:
+    length = torch.linalg.vector_norm(out, dim=-1, keepdim=True, dtype=torch.promote_types(out.dtype, torch.float32))
+    positive = length > 0
+    # as above: a zero row has no gradient
+    return out * (positive / torch.where(positive, length, 1))
+
+
+def _check(query, key, value, key_mask, normalization, backward, expectation, similarity, local_window) -> None:
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if tensor.dim() != 4:
@@ -270,6 +289,13 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
     if backward == "exact" and expectation in (False, "auto"):
         raise ValueError(
             f'backward="exact" needs expectation=True, got {expectation!r}: a sampled collision has no derivative'
+        )
+    if not isinstance(local_window, int) or local_window < 0:
+        raise ValueError(f"local_window must be an integer of at least 0, got {local_window!r}")
+    if local_window > 0 and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"local_window needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}: "
+            "it counts positions of one sequence"
         )
 
 

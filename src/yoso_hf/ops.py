@@ -35,6 +35,10 @@ SCHEMAS = {
     "bool unit) -> (Tensor, Tensor)",
     "expectation_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, int hash_code_len, "
     "bool exact) -> (Tensor, Tensor, Tensor)",
+    "local_attention": "(Tensor query, Tensor key, Tensor value, Tensor query_codes, Tensor key_codes, "
+    "int hash_code_len, int window) -> Tensor",
+    "local_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor query_codes, "
+    "Tensor key_codes, int hash_code_len, int window) -> (Tensor, Tensor, Tensor)",
     "unit_rows_backward": "(Tensor grad, Tensor unit, Tensor inverse_length) -> Tensor",
 }
 
@@ -94,6 +98,14 @@ def _fake_expectation_backward(grad, query, key, value, hash_code_len, exact):  
     return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
 
 
+def _fake_local(query, key, value, query_codes, key_codes, hash_code_len, window):  # noqa: ARG001
+    return _empty_heads_last(value, value.shape[2], value.shape[3])
+
+
+def _fake_local_backward(grad, query, key, value, query_codes, key_codes, hash_code_len, window):  # noqa: ARG001
+    return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
+
+
 def _fake_unit_rows_backward(grad, unit, inverse_length):  # noqa: ARG001
     return _empty_heads_last(unit, unit.shape[2], unit.shape[3])
 
@@ -146,6 +158,16 @@ def _expectation_gradients(ctx, grad, _):
     return *gradients, None, None, None
 
 
+def _save_local(ctx, inputs, output):  # noqa: ARG001
+    *tensors, ctx.hash_code_len, ctx.window = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _local_gradients(ctx, grad):
+    gradients = local_attention_backward(grad, *ctx.saved_tensors, ctx.hash_code_len, ctx.window)
+    return *gradients, None, None, None, None
+
+
 def _register() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")
     fakes = {
@@ -155,6 +177,8 @@ def _register() -> torch.library.Library:
         "sampled_attention_backward": _fake_sampled_backward,
         "expectation_attention": _fake_expectation,
         "expectation_attention_backward": _fake_expectation_backward,
+        "local_attention": _fake_local,
+        "local_attention_backward": _fake_local_backward,
         "unit_rows_backward": _fake_unit_rows_backward,
     }
     for name, schema in SCHEMAS.items():
@@ -165,6 +189,7 @@ def _register() -> torch.library.Library:
     gradients = {
         "sampled_attention": (_save_sampled, _sampled_gradients),
         "expectation_attention": (_save_expectation, _expectation_gradients),
+        "local_attention": (_save_local, _local_gradients),
     }
     for name, (save, gradient) in gradients.items():
         torch.library.register_autograd(f"{NAMESPACE}::{name}", gradient, setup_context=save, lib=library)
@@ -182,4 +207,6 @@ sampled_attention = operators.sampled_attention.default
 sampled_attention_backward = operators.sampled_attention_backward.default
 expectation_attention = operators.expectation_attention.default
 expectation_attention_backward = operators.expectation_attention_backward.default
+local_attention = operators.local_attention.default
+local_attention_backward = operators.local_attention_backward.default
 unit_rows_backward = operators.unit_rows_backward.default

@@ -147,6 +147,58 @@ def expectation_attention_backward(
     )
 
 
+def local_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_codes: Tensor,
+    key_codes: Tensor,
+    hash_code_len: int,
+    window: int,
+) -> Tensor:
+    """What sampled attention lacks of near pairs, those at most `window` positions apart.
+
+    That is their exact weight less their sampled one, p - c / m, with c the number of hash functions whose codes
+    agree; a row of code -1 has no weight. N = M.
+    """
+    key, value = _zero_masked(key_codes, key, value)
+    unit_query, unit_key, source = _wide_unit_rows(query), _wide_unit_rows(key), _accumulator(value)
+    out = torch.zeros_like(source)
+    blocks = _near_weights(unit_query, unit_key, query_codes, key_codes, hash_code_len, window)
+    for rows, columns, weights in blocks:
+        out[:, :, rows] = weights @ source[:, :, columns]
+    return _heads_last(out.to(value.dtype))
+
+
+def local_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_codes: Tensor,
+    key_codes: Tensor,
+    hash_code_len: int,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of query, key and value: with the lower bound (tau / 2) p of the slope, and p - c / m for p."""
+    key, value = _zero_masked(key_codes, key, value)
+    unit_query, unit_key = _wide_unit_rows(query), _wide_unit_rows(key)
+    grad_rows, source = _accumulator(grad), _accumulator(value)
+    grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (unit_query, unit_key, source))
+    blocks = _near_weights(unit_query, unit_key, query_codes, key_codes, hash_code_len, window)
+    for rows, columns, weights in blocks:
+        q, k, g = unit_query[:, :, rows], unit_key[:, :, columns], grad_rows[:, :, rows]
+        slope = weights * (hash_code_len / 2) * (g @ source[:, :, columns].transpose(-1, -2))
+        grad_query[:, :, rows] = slope @ k
+        grad_key[:, :, columns] += slope.transpose(-1, -2) @ q
+        grad_value[:, :, columns] += weights.transpose(-1, -2) @ g
+    return (
+        _through_unit_rows(query, grad_query),
+        _through_unit_rows(key, grad_key),
+        _heads_last(grad_value.to(value.dtype)),
+    )
+
+
 def unit_rows_backward(grad: Tensor, unit: Tensor, inverse_length: Tensor) -> Tensor:
     """The gradient of x, given that of its rows u at length one: (g - (g . u) u) / |x|, and 0 for a zero row."""
     g, u = _accumulator(grad), _accumulator(unit)
@@ -238,6 +290,29 @@ def _blocks(num_queries: int, num_keys: int):
             yield slice(row, row + BLOCK), slice(column, column + BLOCK)
 
 
+def _near_weights(unit_query, unit_key, query_codes, key_codes, hash_code_len: int, window: int):
+    """Blocks of p - c / m, and 0 where a pair is further apart than the window or one of its rows is masked.
+
+    Yields the block's queries, its keys and its weights.
+    """
+    length = unit_query.shape[2]
+    positions = torch.arange(length, device=unit_query.device)
+    for row in range(0, length, BLOCK):
+        rows = slice(row, min(row + BLOCK, length))
+        columns = slice(max(rows.start - window, 0), min(rows.stop + window, length))
+        weights, _ = _kernel(unit_query[:, :, rows] @ unit_key[:, :, columns].transpose(-1, -2), hash_code_len)
+        q, k = query_codes[..., rows, None], key_codes[..., None, columns]
+        agreeing = sum((q[:, :, h] == k[:, :, h]).to(weights.dtype) for h in range(q.shape[2]))
+        near = (positions[rows, None] - positions[columns]).abs() <= window
+        near = near & (q[:, :, 0] >= 0) & (k[:, :, 0] >= 0)
+        yield rows, columns, torch.where(near, weights - agreeing / q.shape[2], 0)
+
+
+def _zero_masked(codes: Tensor, *tensors: Tensor) -> list[Tensor]:
+    # what stands in a masked row, not even a number perhaps, must not be multiplied by its weight of zero
+    return [x.masked_fill(codes[:, :, 0, :, None] < 0, 0) for x in tensors]
+
+
 def _kernel(cosine: Tensor, hash_code_len: int, exact: bool = False) -> tuple[Tensor, Tensor]:
     """p(x), and dp/dx or its lower bound."""
     cosine = cosine.clamp(-1, 1)
@@ -280,6 +355,8 @@ DEFINITIONS = {
         sampled_attention_backward,
         expectation_attention,
         expectation_attention_backward,
+        local_attention,
+        local_attention_backward,
         unit_rows_backward,
     )
 }
