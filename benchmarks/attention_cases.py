@@ -41,7 +41,10 @@ class AttentionCase(Case):
         raise NotImplementedError
 
     def weights(self, query: Tensor, key: Tensor) -> Tensor:
-        """What the weights of some queries should be, and their gradient, from float64 tensors."""
+        """What the weights of some queries should be, and their gradient, from float64 tensors.
+
+        `verified` holds the queries' positions.
+        """
         raise NotImplementedError
 
     def setup(self) -> None:
@@ -77,7 +80,7 @@ class AttentionCase(Case):
             return self.attend(*self.inputs)
 
     def verify(self) -> None:
-        queries = torch.randperm(self.length, device=self.device)[:VERIFIED_QUERIES]
+        self.verified = queries = torch.randperm(self.length, device=self.device)[:VERIFIED_QUERIES]
         # whatever is drawn inside is drawn the same again
         torch.manual_seed(1)
         out = self.attend(*self.inputs)

@@ -10,12 +10,15 @@ lengths: sampled and in expectation beside softmax, from short to long, with pea
 crowded: all keys equal, or in 8 tight clusters;
 growth: from N to 16 N; the same with tau raised by one for every doubling; from 32 N to 64 N with 2 heads;
 expectation: beside transformers' Yoso;
-bfloat16: beside float32.
+bfloat16: beside float32;
+local_window: with the exact weights of near pairs, by how near, beside softmax.
 """
 
 import argparse
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from attention_cases import HEAD_DIM, NUM_HASH, ExactKernel, SampledKernel, Softmax, TransformersYoso
 from harness import argument_parser, compare, measure, print_table, write_results
 from torch import Tensor
@@ -43,6 +46,24 @@ class Sampled(SampledKernel):
     def codes(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         functions = HashFunctions.sample(self.heads, HEAD_DIM, NUM_HASH, self.hash_code_len, device=self.device)
         return functions.codes(query), functions.codes(key)
+
+
+@dataclass
+class LocalWindow(Sampled, ExactKernel):
+    """Near pairs have their exact weight."""
+
+    local_window: int = 16
+
+    name = "yoso with local_window"
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        sizes = {"hash_code_len": self.hash_code_len, "num_hash": NUM_HASH}
+        return yoso_attention(query, key, value, **sizes, local_window=self.local_window)
+
+    def weights(self, query: Tensor, key: Tensor) -> Tensor:
+        distance = (self.verified[:, None] - torch.arange(self.length, device=self.device)).abs()
+        exact, sampled = ExactKernel.weights(self, query, key), Sampled.weights(self, query, key)
+        return torch.where(distance <= self.local_window, exact, sampled)
 
 
 class Expectation(ExactKernel):
@@ -129,7 +150,17 @@ def bfloat16(args: argparse.Namespace) -> tuple[Rows, Rows]:
     return [half, full], [compare(name, full["ms"] / half["ms"], asked=1, aim=1.5)]
 
 
-GROUPS = {group.__name__: group for group in (lengths, crowded, growth, expectation, bfloat16)}
+def local_window(args: argparse.Namespace) -> tuple[Rows, Rows]:
+    rows = []
+    for task in ("forward", BOTH):
+        near = [LocalWindow(args.device, task, args.length, local_window=window) for window in (64, 128, 256)]
+        cases = [Sampled(args.device, task, args.length), *near, Softmax(args.device, task, args.length)]
+        rows += measure(cases, args.repeats, args.seconds)
+    # nothing is asked of them
+    return rows, []
+
+
+GROUPS = {group.__name__: group for group in (lengths, crowded, growth, expectation, bfloat16, local_window)}
 
 
 def main() -> None:

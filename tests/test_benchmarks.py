@@ -144,6 +144,7 @@ def test_memory_is_the_peak_of_a_run_above_what_was_there_before(mib):
     [
         bench_attention.Sampled,
         bench_attention.Expectation,
+        bench_attention.LocalWindow,
         bench_sampled_attention.SampledAttention,
         Softmax,
         TransformersYoso,
