@@ -249,6 +249,7 @@ def test_settings_are_those_of_the_configuration(tmp_path):
         "yoso_hash_seed": 6,
         "yoso_normalization": "l2",
         "yoso_similarity": "dot_product",
+        "yoso_local_window": 3,
         "yoso_use_expectation": True,
     }
     for name, value in changes.items():

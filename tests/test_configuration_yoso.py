@@ -49,6 +49,7 @@ def test_defaults_are_those_of_transformers():
     assert ours.pop("sparse_prediction") is False
     assert ours.pop("normalization") == "l2"
     assert ours.pop("similarity") == "cosine"
+    assert ours.pop("local_window") == 0
     assert ours.pop("classifier_activation") is None
     assert ours == theirs
 
@@ -86,6 +87,7 @@ def test_round_trip(use_expectation, tmp_path):
         ({"hash_code_len": [[9] * 12] * 11 + [[9]]}, "hash_code_len", "one number or 12 lists of 12"),
         ({"normalization": "softmax"}, "normalization", "'sum'"),
         ({"similarity": "euclidean"}, "similarity", "'dot_product'"),
+        ({"local_window": -1}, "local_window", "at least 0"),
         ({"num_hash": 0}, "num_hash", "at least 1"),
         ({"num_hash": -3}, "num_hash", "at least 1"),
         ({"conv_window": 4}, "conv_window", "odd"),

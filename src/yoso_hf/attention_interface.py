@@ -27,6 +27,7 @@ SETTINGS = {
     "yoso_hash_code_len": 12,
     "yoso_normalization": "sum",
     "yoso_similarity": "cosine",
+    "yoso_local_window": 0,
     "yoso_backward": "sampled",
     "yoso_use_expectation": "auto",
     "yoso_hash_seed": 0,
@@ -172,6 +173,7 @@ def yoso_from_settings(
         normalization=settings["normalization"],
         backward=settings["backward"],
         similarity=settings["similarity"],
+        local_window=settings["local_window"],
     )
     return out.transpose(1, 2).contiguous()
 

@@ -45,6 +45,7 @@ class YosoConfig(PreTrainedConfig):
             their weights, as in softmax attention; None: neither.
         similarity: "cosine": weights depend on the cosine of query and key, as in the paper; "dot_product": on their
             dot product, as in softmax attention (see yoso_attention).
+        local_window: pairs of tokens at most so far apart get their exact weight where the others are sampled, >= 0.
         hash_seed: seed of the hash functions in eval mode, 0..2**32 - 1, drawn once for every layer; None:
             drawn afresh from torch's global generator at each call, as always in training.
         sparse_prediction: given labels, YosoForMaskedLM computes logits for the labelled positions only.
@@ -81,6 +82,7 @@ class YosoConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True
     normalization: Literal["l2", "sum"] | None = "l2"
     similarity: Literal["cosine", "dot_product"] = "cosine"
+    local_window: int = 0
     hash_seed: int | None = 0
     sparse_prediction: bool = False
     classifier_activation: str | None = None
@@ -113,6 +115,8 @@ class YosoConfig(PreTrainedConfig):
         self._validate_hash_code_len()
         if self.conv_window is not None and (self.conv_window < 1 or self.conv_window % 2 == 0):
             raise ValueError(f"conv_window must be None or an odd positive number, got {self.conv_window}")
+        if self.local_window < 0:
+            raise ValueError(f"local_window must be at least 0, got {self.local_window}")
         if self.hash_seed is not None and not 0 <= self.hash_seed < 2**32:
             raise ValueError(f"hash_seed must be None or in 0..2**32 - 1, got {self.hash_seed}")
         if self.add_cross_attention:

@@ -81,6 +81,7 @@ class YosoSelfAttention(nn.Module):
             self.hash_code_len = self.hash_code_len[layer_idx]
         self.normalization = config.normalization
         self.similarity = config.similarity
+        self.local_window = config.local_window
         self.hash_kind = "hadamard" if config.use_fast_hash else "gaussian"
         self.hash_seed = config.hash_seed
         self.expectation = config.use_expectation
@@ -161,6 +162,7 @@ class YosoSelfAttention(nn.Module):
             expectation=self.expectation,
             hash_functions=self.hash_functions(query.device, query.shape[2]),
             backward=self.backward,
+            local_window=self.local_window,
             **kernel,
         )
         if self.conv is not None:
