@@ -191,6 +191,15 @@ def test_a_window_over_the_whole_length_gives_the_expectation(length, normalizat
         assert_as_close_as_pytorch(gradients(narrow, grad.float(), **near), same_dtype, exact)
 
 
+@pytest.mark.parametrize("similarity", ["cosine", "dot_product"])
+def test_heads_of_their_own_sharpness_and_dot_products_have_near_pairs_too(similarity):
+    tensors = sequence(H=4, dtype=torch.float64)
+    grad = torch.randn(2, 4, 50, 12, dtype=torch.float64)
+    options = {"hash_code_len": [3, 7, 3, 5], "similarity": similarity}
+    exact = gradients(tensors, grad, expectation=True, **options)
+    torch.testing.assert_close(gradients(tensors, grad, local_window=49, num_hash=4, **options), exact)
+
+
 @pytest.mark.parametrize("normalization", ["l2", "sum"])
 def test_the_output_is_normalised_after_the_near_pairs_are_added(normalization):
     query, key, value = (x.requires_grad_() for x in sequence(dtype=torch.float64))
@@ -317,6 +326,17 @@ def test_half_precision_is_close_to_float32_and_keeps_values_dtype(normalization
     out, wide = yoso_attention(*tensors, **options), yoso_attention(*(x.float() for x in tensors), **options)
     assert out.dtype == dtype
     torch.testing.assert_close(out.float(), wide, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("normalization", ["l2", "sum"])
+def test_small_weights_do_not_leave_the_range_of_float16(normalization):
+    """Opposite vectors, whose only weights are those of near pairs."""
+    query, _, value = (x.half() for x in sequence(D=64, Dv=64))
+    options = {"hash_functions": HashFunctions.sample(3, 64, 8, 12), "local_window": 49}
+    key = -query + 0.3 * torch.randn_like(query)
+    out = yoso_attention(query, key, value, normalization=normalization, **options)
+    wide = yoso_attention(query.float(), key.float(), value.float(), normalization=normalization, **options)
+    torch.testing.assert_close(out.float(), wide, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("normalization", ["l2", "sum", None])
