@@ -412,10 +412,12 @@ class YosoModel(YosoPreTrainedModel):
             position_ids = (key_mask.cumsum(dim=1) - 1).clamp(min=0) + POSITION_OFFSET
         if token_type_ids is None:
             token_type_ids = torch.zeros(shape, dtype=torch.int64, device=device)
-        if inputs_embeds is None:
-            inputs_embeds = self.embeddings.word_embeddings(input_ids)
-
-        hidden_states = self.embeddings(inputs_embeds, position_ids, token_type_ids)
+        hidden_states = self.embeddings(
+            # without a name, which would keep them while the encoder runs
+            self.embeddings.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds,
+            position_ids,
+            token_type_ids,
+        )
         return BaseModelOutput(last_hidden_state=self.encoder(hidden_states, key_mask, **kwargs))
 
 
