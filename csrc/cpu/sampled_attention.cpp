@@ -142,11 +142,10 @@ void sampled_forward(const Tensor& query_codes, const Tensor& key_codes, const T
   });
 }
 
-// what has no name matters to autograd only
+// query, key and the choice of backward matter to autograd only
 std::tuple<Tensor, Tensor> sampled_attention_cpu(const Tensor&, const Tensor&, const Tensor& value,
                                                  const Tensor& query_codes, const Tensor& key_codes,
-                                                 int64_t hash_code_len, bool, bool unit, const std::optional<Tensor>&,
-                                                 const std::optional<Tensor>&) {
+                                                 int64_t hash_code_len, bool, bool unit) {
   check_all_codes(query_codes, key_codes, value, hash_code_len);
   const Tensor rows = dense_rows(value);
   const int64_t B = value.size(0), H = value.size(1), N = query_codes.size(3);

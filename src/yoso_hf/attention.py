@@ -14,8 +14,6 @@ from .ops import expectation_attention, local_attention, sampled_attention
 
 # where nothing is hashed, hash_code_len is only the power of the kernel
 MAX_EXACT_HASH_CODE_LEN = 32
-# larger codes are not kept for the backward, which hashes again: at 4096 tokens a twentieth of its time
-KEPT_CODES_BYTES = 2 << 20
 NORMALIZATIONS = ("l2", "sum", None)
 SIMILARITIES = ("cosine", "dot_product")
 BACKWARDS = ("sampled", "expectation", "exact")
@@ -152,15 +150,8 @@ def yoso_attention(
         key_codes = functions.codes(key.detach(), key_mask)
         exact_sum, scaled = backward == "expectation", unit and local_window == 0
         attend = sampled_attention_graph if torch.onnx.is_in_onnx_export() else sampled_attention
-        arguments = (query, key, value, query_codes, key_codes, hash_code_len, exact_sum, scaled)
-        if functions.kind == "hadamard" and _are_large(query_codes):
-            arguments += (functions.parameters.float(), key_mask)
-        out, _ = attend(*arguments)
+        out, _ = attend(query, key, value, query_codes, key_codes, hash_code_len, exact_sum, scaled)
         if local_window > 0:
-            if torch.onnx.is_in_onnx_export():
-                raise ValueError(
-                    f"local_window must be 0 in an export to ONNX of sampled attention, got {local_window}"
-                )
             if exact_sum:
                 # their gradient is the exact sum over all pairs already
                 query, key = query.detach(), key.detach()
@@ -243,11 +234,6 @@ def _missing_length(x: Tensor, real: Tensor | None) -> Tensor:
     positive = missing > 0
     # two steps, because the slope of a square root at zero would be 0 * inf
     return torch.where(positive, missing, 1).sqrt() * positive
-
-
-def _are_large(codes: Tensor) -> bool:
-    # a compiled graph is one for all lengths
-    return not torch.compiler.is_compiling() and codes.numel() * codes.element_size() > KEPT_CODES_BYTES
 
 
 def _divide_by_last_column(out: Tensor) -> Tensor:

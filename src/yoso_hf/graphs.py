@@ -44,8 +44,6 @@ def sampled_attention_graph(
     hash_code_len: int,
     expectation_backward: bool,
     unit: bool,
-    hash_parameters: Tensor | None = None,  # noqa: ARG001
-    key_mask: Tensor | None = None,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
     """Mean over the hash functions, each of them a head of its own with one hash function."""
     num_hash = query_codes.shape[2]

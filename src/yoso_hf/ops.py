@@ -5,9 +5,6 @@ what each operator computes. The schemas stand here rather than in C++ so that t
 A copy of this module that came with a checkpoint has operators of its own, without kernels: it may be of another
 version than an installed yoso_hf, and a checkpoint computes what its own code says.
 
-sampled_attention keeps its codes for the backward, unless it is given hash_parameters and key_mask, from which
-hash_hadamard made them, to hash query and key again.
-
 Letters in shapes: B batch, H heads, N queries, M keys, D head_dim, Dv value columns, m num_hash, tau hash_code_len.
 Outputs of shape [B, H, rows, columns] have the memory order [B, rows, H, columns]: merging the heads is a view.
 """
@@ -31,8 +28,7 @@ SCHEMAS = {
     "hash_hadamard": "(Tensor x, Tensor parameters, Tensor? mask, int num_hash, int hash_code_len) -> Tensor",
     "hash_gaussian": "(Tensor x, Tensor parameters, Tensor? mask, int num_hash, int hash_code_len) -> Tensor",
     "sampled_attention": "(Tensor query, Tensor key, Tensor value, Tensor query_codes, Tensor key_codes, "
-    "int hash_code_len, bool expectation_backward, bool unit, Tensor? hash_parameters=None, Tensor? key_mask=None) "
-    "-> (Tensor, Tensor)",
+    "int hash_code_len, bool expectation_backward, bool unit) -> (Tensor, Tensor)",
     "sampled_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor query_codes, "
     "Tensor key_codes, int hash_code_len) -> (Tensor, Tensor)",
     "expectation_attention": "(Tensor query, Tensor key, Tensor value, int hash_code_len, bool exact_backward, "
@@ -86,7 +82,7 @@ def _fake_attention(value, rows, unit):
     return _empty_heads_last(value, rows, value.shape[3]), inverse_length
 
 
-def _fake_sampled(query, key, value, query_codes, key_codes, hash_code_len, backward, unit, *hash_again):  # noqa: ARG001
+def _fake_sampled(query, key, value, query_codes, key_codes, hash_code_len, expectation_backward, unit):  # noqa: ARG001
     return _fake_attention(value, query_codes.shape[3], unit)
 
 
@@ -128,20 +124,12 @@ def _saved(ctx, grad):
 
 
 def _save_sampled(ctx, inputs, output):
-    *tensors, ctx.hash_code_len, ctx.expectation_backward, ctx.unit, hash_parameters, key_mask = inputs
-    ctx.num_hash = tensors[3].shape[2]
-    ctx.hashes_again = hash_parameters is not None
-    if ctx.hashes_again:
-        tensors[3:] = [hash_parameters, key_mask]
+    *tensors, ctx.hash_code_len, ctx.expectation_backward, ctx.unit = inputs
     _save(ctx, tensors, output)
 
 
 def _sampled_gradients(ctx, grad, _):
-    grad, (query, key, value, *codes) = _saved(ctx, grad)
-    if ctx.hashes_again:
-        (parameters, key_mask), sizes = codes, (ctx.num_hash, ctx.hash_code_len)
-        codes = hash_hadamard(query, parameters, None, *sizes), hash_hadamard(key, parameters, key_mask, *sizes)
-    query_codes, key_codes = codes
+    grad, (query, key, value, query_codes, key_codes) = _saved(ctx, grad)
     grad_query = grad_key = grad_value = None
     if ctx.needs_input_grad[2]:
         # the output is linear in value: its transpose adds up by query codes and reads by key codes
@@ -156,7 +144,7 @@ def _sampled_gradients(ctx, grad, _):
             grad_query, grad_key = sampled_attention_backward(
                 grad, query, key, value, query_codes, key_codes, ctx.hash_code_len
             )
-    return grad_query, grad_key, grad_value, *(None,) * 7
+    return grad_query, grad_key, grad_value, None, None, None, None, None
 
 
 def _save_expectation(ctx, inputs, output):

@@ -54,12 +54,10 @@ def sampled_attention(
     hash_code_len: int,
     expectation_backward: bool,  # noqa: ARG001
     unit: bool,
-    hash_parameters: Tensor | None = None,  # noqa: ARG001
-    key_mask: Tensor | None = None,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
     """Mean over the hash functions of the sum of the values in each query's bucket.
 
-    What is not used here matters to the gradient only, which ops.py registers.
+    query, key and expectation_backward matter to the gradient only, which ops.py registers.
     """
     source = _accumulator(value).flatten(0, 1)
     out = 0
