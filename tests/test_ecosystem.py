@@ -470,6 +470,15 @@ def test_onnx_refuses_auto_with_a_dynamic_length(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_onnx_refuses_near_pairs(tmp_path):
+    pytest.importorskip("onnxscript")
+    model = make_model(YosoModel, num_hidden_layers=1, use_expectation=False, local_window=2)
+    inputs, _ = make_batch()
+    with pytest.raises(torch.onnx.OnnxExporterError, match="local_window must be 0 in an export to ONNX"):
+        torch.onnx.export(model, (), tmp_path / "x", kwargs=inputs, dynamo=True, verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_onnx_refuses_a_program_exported_before(tmp_path):
     pytest.importorskip("onnxscript")
     inputs, _ = make_batch()
