@@ -6,8 +6,8 @@
 For every setting of the attention: Spearman's correlation of the cosines of embeddings with the scores of sentence
 pairs; the mean cosine of embeddings to those of softmax; and the time of the encoder at several lengths beside sdpa's.
 Embeddings are means over the tokens. Where hash_code_len is fitted, it is on sentences of the training file. For the
-times, the encoder gets random tokens, and its table of positions is repeated as far as needed. A sentence of at most 65
-tokens is exact with a window of 64.
+times, the encoder gets random tokens, and its table of positions is repeated as far as needed. With a window of 64,
+a sentence of at most 65 tokens is exact.
 
 The files are JSON Lines with sentence1, sentence2 and label, a number.
 """
