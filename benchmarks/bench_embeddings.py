@@ -130,7 +130,7 @@ class EncoderCase(Case):
         self.model.embeddings.register_buffer("position_ids", count, persistent=False)
         token_types = torch.zeros_like(count)
         self.model.embeddings.register_buffer("token_type_ids", token_types, persistent=False)
-        self.ids = torch.randint(1000, self.model.config.vocab_size, (1, self.length), device=self.device)
+        self.ids = torch.randint(self.model.config.vocab_size // 2, self.model.config.vocab_size, (1, self.length), device=self.device)
 
     @torch.no_grad()
     def run(self) -> Tensor:

@@ -7,13 +7,16 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from matplotlib import image
+from test_docs import save_small_bert
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import bench_attention  # noqa: E402
+import bench_embeddings  # noqa: E402
 import bench_expectation_attention  # noqa: E402
 import bench_hash  # noqa: E402
 import bench_models  # noqa: E402
@@ -252,7 +255,10 @@ def run_here(monkeypatch, tmp_path, capsys):
 def check_result(output: Path, printed: str) -> dict:
     result = json.loads(output.read_text())
     assert result["machine"]["torch"] == torch.__version__
-    assert all(row["ms"] > 0 and row["runs"] == 3 for row in result["rows"])
+    # the other rows are of quality
+    timed = [row for row in result["rows"] if "spearman" not in row]
+    assert timed
+    assert all(row["ms"] > 0 and row["runs"] == 3 for row in timed)
     assert all(row["name"] in printed for row in result.get("table", []))
     return result
 
@@ -324,3 +330,50 @@ def test_attention_and_model_benchmarks_run_and_are_drawn(tmp_path, run_here):
     red = (pixels[..., 0] > 0.8) & (pixels[..., 1:] < 0.25).all(-1)
     assert red[: len(red) // 2].any()
     assert red[len(red) // 2 :].any()
+
+
+def test_embeddings_are_compared_with_those_of_softmax(tmp_path, run_here):
+    texts = [f"the {a} cat sees {b} dogs" for a in ("old", "new", "red") for b in ("no", "two", "many three")]
+    save_small_bert(tmp_path / "model", texts)
+    pairs = [
+        {"sentence1": one, "sentence2": other, "label": float(i * j % 7)}
+        for i, one in enumerate(texts)
+        for j, other in enumerate(texts)
+    ]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    settings = ["softmax", "exact, cosine, tau 9", "exact, dot product, tau fitted", "sampled, cosine, tau 9, m 32"]
+    files = [
+        "--validation_file",
+        str(file),
+        "--train_file",
+        str(file),
+        "--model_name_or_path",
+        str(tmp_path / "model"),
+    ]
+    result = run_here(bench_embeddings, *files, "--lengths", "10", "100", "--settings", *settings)
+    rows = {row["setting"]: row for row in result["rows"] if "spearman" in row}
+    assert list(rows) == settings
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    embeddings = {}
+    for setting in settings[:2]:
+        attention = "sdpa" if setting == "softmax" else "yoso_expectation"
+        model = transformers.AutoModel.from_pretrained(tmp_path / "model", attn_implementation=attention).eval()
+        model.config.yoso_hash_code_len = 9
+        with torch.no_grad():
+            means = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in texts]
+        embeddings[setting] = F.normalize(torch.stack(means), dim=-1)
+        cosines = (embeddings[setting] @ embeddings[setting].T).flatten()
+        expected = bench_embeddings.spearmanr(cosines, [pair["label"] for pair in pairs]).statistic
+        # equal cosines are ranked by their rounding
+        assert abs(rows[setting]["spearman"] - expected) < 0.02
+    cosine = (embeddings["softmax"] * embeddings[settings[1]]).sum(-1).mean().item()
+    assert abs(rows[settings[1]]["cosine_to_softmax"] - cosine) < 1e-4 < 1 - cosine
+    assert abs(rows["softmax"]["cosine_to_softmax"] - 1) < 1e-5
+    fitted = rows["exact, dot product, tau fitted"]
+    assert fitted["cosine_to_softmax"] > rows[settings[1]]["cosine_to_softmax"]
+    assert [len(layer) for layer in fitted["hash_code_len"]] == [4, 4]
+    assert {(row["length"], row["setting"]) for row in result["rows"] if "ms" in row} == {
+        (length, setting) for length in (10, 100) for setting in settings
+    }
