@@ -31,7 +31,7 @@ from yoso_hf.fitting import fit_hash_code_len
 SOFTMAX = "softmax"
 FITTED = "fitted"
 BATCH_SIZE = 64
-TOLERANCE = 1e-2
+FIRST_LAYER_TOLERANCE, TOLERANCE = 1e-3, 1e-2
 # the mean cosine that is asked of exact attention
 CLOSE = 0.985
 EXACT, SAMPLED = {"yoso_use_expectation": True}, {"yoso_use_expectation": False, "yoso_hash_code_len": 9}
@@ -130,17 +130,23 @@ class EncoderCase(Case):
         self.model.embeddings.register_buffer("position_ids", count, persistent=False)
         token_types = torch.zeros_like(count)
         self.model.embeddings.register_buffer("token_type_ids", token_types, persistent=False)
-        self.ids = torch.randint(self.model.config.vocab_size // 2, self.model.config.vocab_size, (1, self.length), device=self.device)
+        self.ids = torch.randint(
+            self.model.config.vocab_size // 2, self.model.config.vocab_size, (1, self.length), device=self.device
+        )
 
     @torch.no_grad()
     def run(self) -> Tensor:
         return self.model(self.ids).last_hidden_state
 
+    @torch.no_grad()
     def verify(self) -> None:
-        result = self.run()
-        truth = self.model.double()(self.ids).last_hidden_state
+        result = self.model(self.ids, output_hidden_states=True).hidden_states
+        truth = self.model.double()(self.ids, output_hidden_states=True).hidden_states
         self.model.float()
-        check_close("hidden states", result, truth, TOLERANCE)
+        check_close("the first layer", result[1], truth[1], FIRST_LAYER_TOLERANCE)
+        # a projection within rounding of zero changes a code, and with it, layer by layer, more of them
+        if self.setting == SOFTMAX or SETTINGS[self.setting].get("yoso_use_expectation") is True:
+            check_close("the last layer", result[-1], truth[-1], TOLERANCE)
 
 
 def quality(encoder: Encoder, pairs: list[dict[str, Any]], settings: list[str]) -> list[dict[str, Any]]:
