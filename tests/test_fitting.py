@@ -35,7 +35,7 @@ def test_every_head_gets_the_number_with_the_smallest_error(expectation, highest
             squares[index] += (softmax * real).square().sum((0, 2, 3))
             for number in range(1, highest + 1):
                 out = yoso_attention(
-                    query, key, value, mask, hash_code_len=number, num_hash=2000, expectation=expectation,
+                    query, key, value, mask, hash_code_len=[number] * 4, num_hash=2000, expectation=expectation,
                     normalization="sum", similarity="dot_product",
                 )  # fmt: skip
                 errors[index, number - 1] += ((out - softmax) * real).square().sum((0, 2, 3))
@@ -81,6 +81,9 @@ def test_layers_with_a_window_keep_their_softmax():
     assert fit.hash_code_len[1] == [12] * 4
     assert fit.error[1] == [0.0] * 4
     assert min(fit.error[0]) > 0
+    # once more, from what was found
+    model.config.yoso_hash_code_len = fit.hash_code_len
+    assert fit_hash_code_len(model, batches()).hash_code_len == fit.hash_code_len
 
 
 def test_what_cannot_be_fitted_is_refused():

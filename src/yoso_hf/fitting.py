@@ -48,7 +48,8 @@ class _Errors:
             raise ValueError(f"model must number its layers, but {type(module).__name__} has no layer_idx")
         settings = attention_settings(module)
         if is_delegated(module, query, key, **kwargs):
-            self.delegated[layer] = [settings["hash_code_len"]] * query.shape[1]
+            length = settings["hash_code_len"]
+            self.delegated[layer] = [length] * query.shape[1] if isinstance(length, int) else length
             return out, None
         real = 1 if attention_mask is None else attention_mask[:, :, None, None]
         self._add(self.squares, layer, (out * real).square().sum((0, 1, 3)))
