@@ -51,11 +51,12 @@ def test_card_of_a_subclass_loads_with_the_auto_class_of_its_base():
 
 
 def test_settings_are_those_of_the_configuration():
-    sampled = settings(make_card(use_expectation=False, hash_code_len=7, num_hash=24, conv_window=5))
+    sampled = settings(make_card(use_expectation=False, hash_code_len=7, num_hash=24, conv_window=5, local_window=3))
     assert "linear" in sampled["attention (`use_expectation`)"]
     assert sampled["bits of a hash code, tau (`hash_code_len`)"] == "7"
     assert sampled["hash functions, m (`num_hash`)"] == "24"
     assert sampled["convolution (`conv_window`)"] == "5"
+    assert sampled["exact pairs of near tokens among samples (`local_window`)"] == "3"
     assert sampled["seed of the hash functions in eval mode (`hash_seed`)"] == "0"
     by_head = settings(make_card(hash_code_len=[[3, 4, 5, 6], [5, 5, 2, 7]], similarity="dot_product"))
     assert by_head["bits of a hash code, tau (`hash_code_len`)"] == "2 to 7, by layer and head"

@@ -13,6 +13,7 @@ from transformers import (
 from transformers.trainer_callback import TrainerState
 
 from yoso_hf import YosoConfig, YosoForMaskedLM, YosoModel
+from yoso_hf.attention_interface import SETTINGS
 from yoso_hf.training import (
     check_attention,
     describe_run,
@@ -76,6 +77,7 @@ def test_overrides_are_typed_and_checked():
     [
         ("num_hash", "must be name=value,name=value, got 'num_hash'"),
         ("num_hashes=3", "YosoConfig has no 'num_hashes'"),
+        ("yoso_num_hash=3", "YosoConfig has no 'yoso_num_hash'"),
         ("num_hash=many", "'num_hash' expected int, got str"),
         ("conv_window=4", "conv_window must be None or an odd positive number, got 4"),
     ],
@@ -151,6 +153,26 @@ def test_a_model_is_loaded_in_float32_with_all_its_weights(tmp_path):
     loaded = load_pretrained(AutoModelForMaskedLM, str(tmp_path / "model"), config)
     for name, weight in saved.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], weight.float(), rtol=0, atol=0)
+
+
+def test_settings_of_yoso_stay_with_a_model_of_another_type(tmp_path):
+    original, tuned, softmax = (str(tmp_path / name) for name in ("original", "tuned", "softmax"))
+    BertForMaskedLM(BertConfig(**SIZES)).save_pretrained(original)
+    with pytest.raises(ValueError, match="BertConfig has no 'yoso_num_hashes'"):
+        override_config(BertConfig.from_pretrained(original), "yoso_num_hashes=7")
+    config = override_config(BertConfig.from_pretrained(original), "yoso_num_hash=7")
+    model = load_pretrained(AutoModelForMaskedLM, original, config, attn_implementation="yoso")
+    assert {name: getattr(model.config, name) for name in SETTINGS} == {**SETTINGS, "yoso_num_hash": 7}
+
+    # chosen again without being named, and left when another attention is
+    model.save_pretrained(tuned)
+    again = load_pretrained(AutoModelForMaskedLM, tuned, BertConfig.from_pretrained(tuned))
+    assert again.config._attn_implementation == "yoso"
+    assert again.config.yoso_num_hash == 7
+    other = BertConfig.from_pretrained(tuned)
+    load_pretrained(AutoModelForMaskedLM, tuned, other, attn_implementation="sdpa").save_pretrained(softmax)
+    last = load_pretrained(AutoModelForMaskedLM, softmax, BertConfig.from_pretrained(softmax))
+    assert last.config._attn_implementation == "sdpa"
 
 
 def test_only_a_new_head_may_be_missing(tmp_path):

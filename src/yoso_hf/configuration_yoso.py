@@ -11,7 +11,7 @@ class YosoConfig(PreTrainedConfig):
     """Sizes and attention settings of a YOSO model.
 
     The keys and defaults are those of transformers' own YosoConfig, with `normalization`, `similarity`,
-    `hash_seed`, `sparse_prediction` and `classifier_activation` added; they give the shape of
+    `local_window`, `hash_seed`, `sparse_prediction` and `classifier_activation` added; they give the shape of
     [uw-madison/yoso-4096](https://huggingface.co/uw-madison/yoso-4096). The attention reads them when the model is
     built: changing them later has no effect on it.
 

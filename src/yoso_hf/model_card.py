@@ -181,6 +181,7 @@ def _settings(model: YosoPreTrainedModel) -> dict[str, Any]:
         "hash (`use_fast_hash`)": "Hadamard transforms" if config.use_fast_hash else "Gaussian projections",
         "seed of the hash functions in eval mode (`hash_seed`)": seed,
         "similarity of query and key (`similarity`)": config.similarity,
+        "exact pairs of near tokens among samples (`local_window`)": config.local_window or "none",
         "normalisation of the output (`normalization`)": config.normalization or "none",
         "convolution (`conv_window`)": config.conv_window or "none",
         "layers, width, heads": f"{config.num_hidden_layers}, {config.hidden_size}, {config.num_attention_heads}",
@@ -188,7 +189,8 @@ def _settings(model: YosoPreTrainedModel) -> dict[str, Any]:
     }
     if config.use_expectation is True:
         # nothing is hashed
-        for name in [name for name in settings if "hash function" in name or "use_fast_hash" in name]:
+        of_samples = ("num_hash", "use_fast_hash", "hash_seed", "local_window")
+        for name in [name for name in settings if any(key in name for key in of_samples)]:
             del settings[name]
     return settings
 

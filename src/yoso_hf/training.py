@@ -210,7 +210,9 @@ def override_config(config: PreTrainedConfig, overrides: str | None) -> PreTrain
             given[name] = text
     values = {}
     for name, value in given.items():
-        if not hasattr(config, name) and name not in SETTINGS:
+        # a YOSO model has names of its own for them
+        is_setting = name in SETTINGS and config.model_type != "yoso"
+        if not hasattr(config, name) and not is_setting:
             raise ValueError(f"--config_overrides: {type(config).__name__} has no {name!r}")
         try:
             # YAML, too, takes 1e-5 for text
@@ -263,7 +265,7 @@ def load_pretrained(
         config: the configuration to load it with.
         attn_implementation: the attention to use, as transformers names it; None: YOSO where the configuration
             holds settings of it (transformers saves no attn_implementation), else the model's own. With "yoso", all
-            settings are written into the configuration.
+            settings are written into the configuration; with another they are taken out of it.
         new_head: let weights outside the base model, and a pooler, start afresh where the checkpoint has none
             that fit.
 
@@ -277,6 +279,10 @@ def load_pretrained(
         attn_implementation = "yoso"
     if attn_implementation in IMPLEMENTATIONS:
         config.update({name: getattr(config, name, default) for name, default in SETTINGS.items()})
+    else:
+        # or what is saved would come back with YOSO
+        for name in [name for name in SETTINGS if hasattr(config, name)]:
+            delattr(config, name)
     model, report = auto_class.from_pretrained(
         model_name_or_path,
         config=config,
