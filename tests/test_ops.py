@@ -8,7 +8,9 @@ from torch.library import opcheck
 
 from yoso_hf import HashFunctions, ops, reference
 
-needs_kernels = pytest.mark.skipif("cpu" not in ops.compiled_backends(), reason="no compiled extension")
+# where the tests put their tensors, see conftest.py
+DEVICE = torch.get_default_device().type
+needs_kernels = pytest.mark.skipif(DEVICE not in ops.compiled_backends(), reason="no compiled extension")
 
 # B, H, N, M, D, Dv, num_hash, hash_code_len: odd sizes, single elements, a table larger than the rows, full buckets
 SHAPES = [

@@ -51,13 +51,13 @@ from .training import write_text
 REPORT_FILE = "conversion.json"
 POSITION_METHODS = ("tile", "interpolate")
 # what a softmax model's attention becomes unless the caller says otherwise. With 64 hash functions "auto" is exact
-# up to 704 tokens, so a text that the original could take gets no noise
+# up to 704 tokens, so a text that the original could take gets no noise; beyond, the window keeps near words from it
 SOFTMAX_ATTENTION = {
     "normalization": "sum",
     "similarity": "cosine",
     "hash_code_len": 12,
     "num_hash": 64,
-    "local_window": 0,
+    "local_window": 128,
     "use_expectation": "auto",
 }
 # the same where nothing is ever sampled: closer to softmax, by a sharpness that hash codes have no room for
