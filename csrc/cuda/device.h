@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
 
 #include <dlfcn.h>
 
+#include <optional>
 #include <utility>
 
 #include "../checks.h"
@@ -30,16 +32,13 @@ inline void check_cuda(cudaError_t error, const char* what) {
 class Device {
  public:
   explicit Device(const Tensor& x) {
-    check_cuda(cudaGetDevice(&previous_), "cudaGetDevice");
 #ifndef YOSO_CUDA_EMULATOR
-    const int32_t device = x.get_device();
-    if (device != previous_) check_cuda(cudaSetDevice(device), "cudaSetDevice");
-    STD_TORCH_CHECK(current_stream()(device, &stream_) == 0, "torch gave no CUDA stream");
+    guard_.emplace(x.get_device());
+    // torch's runtime and the one linked into this library each remember a device
+    check_cuda(cudaSetDevice(x.get_device()), "cudaSetDevice");
+    STD_TORCH_CHECK(current_stream()(x.get_device(), &stream_) == 0, "torch gave no CUDA stream");
+    device_ = x.get_device();
 #endif
-    check_cuda(cudaGetDevice(&device_), "cudaGetDevice");
-  }
-  ~Device() {
-    if (device_ != previous_) cudaSetDevice(previous_);
   }
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
@@ -67,9 +66,10 @@ class Device {
     STD_TORCH_CHECK(function != nullptr, "this torch has no CUDA");
     return reinterpret_cast<CurrentStream>(function);
   }
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 #endif
 
-  int previous_ = 0, device_ = 0;
+  int device_ = 0;
   void* stream_ = nullptr;
 };
 
