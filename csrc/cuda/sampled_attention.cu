@@ -7,28 +7,23 @@ namespace {
 
 // A block has a multiprocessor and its shared memory for itself.
 constexpr int kThreads = 1024;
-// Two lanes have a row's slice, each 16 bytes of it: together what the second-level cache hands out at least.
+// Two lanes have a row's slice, each 16 bytes of it: together what the second-level cache hands out at least. A table
+// holds sums in float32 or float64 (rounded to 16 bits they would cost accuracy), and each lane reads 16 bytes again.
 constexpr int kLaneBytes = 16, kRowLanes = 2;
-constexpr int kRowsAtOnce = kThreads / kRowLanes;
 template <class In>
-constexpr int kColumns = kLaneBytes / sizeof(In);
+constexpr int kRowColumns = kLaneBytes / sizeof(In);
+template <class In>
+constexpr int kSliceColumns = kRowLanes * kRowColumns<In>;
+template <class In>
+constexpr int kSumColumns = kLaneBytes / sizeof(Accumulator<In>);
+template <class In>
+constexpr int64_t kEntryBytes = kSliceColumns<In> * sizeof(Accumulator<In>);
 // Rows and codes that a lane has under way; unaligned rows come element by element.
 template <bool aligned>
 constexpr int kRowsAhead = aligned ? 4 : 2;
 constexpr int kCodesAhead = 8;
 // A bucket of more rows, and of more than this many times the mean, is added up by a warp.
 constexpr int64_t kCrowd = 64, kCrowdOfMean = 4;
-
-// What a table holds. bfloat16 has float32's range: that rounding of each sum weighs as the one of their mean does.
-// In float16 a sum could overflow where the mean does not.
-template <class In>
-struct TableOf {
-  using type = Accumulator<In>;
-};
-template <>
-struct TableOf<BFloat16> {
-  using type = BFloat16;
-};
 
 // The tables of all hash functions, one after the other, are built and read a window at a time: of some hash functions,
 // or of a range of the codes of one.
@@ -56,27 +51,49 @@ struct Problem {
   Windows windows;
 };
 
+// How many of the columns left from the slice's first one on are the lane's.
+template <int columns>
+__device__ int part_of(int64_t left, int lane) {
+  left -= lane * columns;
+  return left < 0 ? 0 : left < columns ? static_cast<int>(left) : columns;
+}
+
+template <class T>
+__device__ __forceinline__ void load_sums(const T* from, T (&sums)[kLaneBytes / sizeof(T)]) {
+  const uint4 bits = *reinterpret_cast<const uint4*>(from);
+  memcpy(sums, &bits, sizeof(bits));
+}
+
+template <class T>
+__device__ __forceinline__ void store_sums(const T* sums, T* to) {
+  uint4 bits;
+  memcpy(&bits, sums, sizeof(bits));
+  *reinterpret_cast<uint4*>(to) = bits;
+}
+
 // The part of a row that a lane has: `columns` of it, and zeros.
 template <class In, bool aligned>
-__device__ __forceinline__ void load_part(const In* row, int columns, In (&part)[kColumns<In>]) {
+__device__ __forceinline__ void load_part(const In* row, int columns, In (&part)[kRowColumns<In>]) {
   if constexpr (aligned) {
     const uint4 bits = columns > 0 ? *reinterpret_cast<const uint4*>(row) : uint4{};
     memcpy(part, &bits, sizeof(bits));
   } else {
 #pragma unroll
-    for (int c = 0; c < kColumns<In>; ++c) part[c] = c < columns ? row[c] : static_cast<In>(0.f);
+    for (int c = 0; c < kRowColumns<In>; ++c) part[c] = c < columns ? row[c] : static_cast<In>(0.f);
   }
 }
 
+// Writes a lane's part of an output row.
 template <class In, bool aligned>
-__device__ __forceinline__ void store_part(const In (&part)[kColumns<In>], int columns, In* row) {
+__device__ __forceinline__ void store_part(const In (&part)[kSumColumns<In>], int columns, In* row) {
   if constexpr (aligned) {
-    uint4 bits;
+    using Bits = std::conditional_t<sizeof(part) == 16, uint4, uint2>;
+    Bits bits;
     memcpy(&bits, part, sizeof(bits));
-    if (columns > 0) *reinterpret_cast<uint4*>(row) = bits;
+    if (columns > 0) *reinterpret_cast<Bits*>(row) = bits;
   } else {
 #pragma unroll
-    for (int c = 0; c < kColumns<In>; ++c)
+    for (int c = 0; c < kSumColumns<In>; ++c)
       if (c < columns) row[c] = part[c];
   }
 }
@@ -85,14 +102,14 @@ __device__ __forceinline__ void store_part(const In (&part)[kColumns<In>], int c
 template <class In, bool aligned>
 __device__ __forceinline__ void add_rows(const In* values, int64_t row_stride, int columns, const int32_t* order,
                                          uint32_t begin, uint32_t end, int step,
-                                         Accumulator<In> (&sums)[kColumns<In>]) {
+                                         Accumulator<In> (&sums)[kRowColumns<In>]) {
   constexpr int kAhead = kRowsAhead<aligned>;
   const auto row_at = [&](uint32_t place) { return place < end ? order[place] : -1; };
   int32_t next[kAhead];
 #pragma unroll
   for (int j = 0; j < kAhead; ++j) next[j] = row_at(begin + j * step);
   for (uint32_t place = begin; place < end; place += kAhead * step) {
-    In parts[kAhead][kColumns<In>];
+    In parts[kAhead][kRowColumns<In>];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j)
       load_part<In, aligned>(values + next[j] * row_stride, next[j] >= 0 ? columns : 0, parts[j]);
@@ -101,136 +118,122 @@ __device__ __forceinline__ void add_rows(const In* values, int64_t row_stride, i
 #pragma unroll
     for (int j = 0; j < kAhead; ++j)
 #pragma unroll
-      for (int c = 0; c < kColumns<In>; ++c) sums[c] += static_cast<Accumulator<In>>(parts[j][c]);
+      for (int c = 0; c < kRowColumns<In>; ++c) sums[c] += static_cast<Accumulator<In>>(parts[j][c]);
   }
 }
 
-// The window's tables. An entry is split into pieces of 16 bytes a lane, and a piece of all entries lies together,
-// which spreads what a warp reads over the banks.
-template <class In>
-struct Tables {
+// Fills the tables of `hashes` hash functions for `codes` codes each: entry h * codes + c has the sum of a bucket. Order
+// and starts are those of the first hash function, the latter from the first code on.
+template <class In, bool aligned>
+__device__ __forceinline__ void build_tables(const In* values, int64_t row_stride, int64_t Dv_left, int32_t crowd,
+                                             const int32_t* orders, int64_t M, const int32_t* starts,
+                                             int32_t table_size, int32_t hashes, int32_t codes) {
   using T = Accumulator<In>;
-  using Entry = typename TableOf<In>::type;
-  static constexpr int kPieces = kColumns<In> * sizeof(Entry) / kLaneBytes;
-  static constexpr int kPieceColumns = kColumns<In> / kPieces;
-  static constexpr int64_t kEntryBytes = kRowLanes * kPieces * kLaneBytes;
-
-  int32_t entries;
-
-  __device__ uint4* at(int32_t entry, int piece, int lane) const {
-    return shared_memory<uint4>() + (piece * entries + entry) * kRowLanes + lane;
-  }
-  __device__ void store(int32_t entry, int lane, const T (&sums)[kColumns<In>]) const {
+  const int lane = threadIdx.x % kRowLanes, warp_lane = threadIdx.x % kWarp;
+  const int32_t group = threadIdx.x / kRowLanes, entries = hashes * codes;
+  const int columns = part_of<kRowColumns<In>>(Dv_left, lane);
+  values += lane * kRowColumns<In>;
+  for (int32_t entry = group; entry - group < entries; entry += kThreads / kRowLanes) {
+    int32_t hash = 0, begin = 0, end = 0;
+    if (entry < entries) {
+      hash = entry / codes;
+      const int32_t* start = starts + hash * (int64_t{table_size} + 1) + entry % codes;
+      begin = start[0];
+      end = start[1];
+    }
+    T sums[kRowColumns<In>] = {};
+    const bool crowded = end - begin > crowd;
+    add_rows<In, aligned>(values, row_stride, columns, orders + hash * M, begin, crowded ? begin : end, 1, sums);
+    // the warp shares the rows of each crowded bucket of its lanes
+    uint32_t left = __ballot_sync(kAllLanes, crowded && lane == 0);
+    while (left != 0) {
+      const int owner = __ffs(left) - 1;
+      left &= left - 1;
+      const int32_t from = __shfl_sync(kAllLanes, begin, owner) + warp_lane / kRowLanes;
+      const int32_t to = __shfl_sync(kAllLanes, end, owner);
+      const int32_t* order = orders + __shfl_sync(kAllLanes, hash, owner) * M;
+      T part[kRowColumns<In>] = {};
+      add_rows<In, aligned>(values, row_stride, columns, order, from, to, kWarp / kRowLanes, part);
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      Entry part[kPieceColumns];
+      for (int c = 0; c < kRowColumns<In>; ++c) {
 #pragma unroll
-      for (int c = 0; c < kPieceColumns; ++c) part[c] = static_cast<Entry>(sums[piece * kPieceColumns + c]);
-      memcpy(at(entry, piece, lane), part, kLaneBytes);
+        for (int other = kRowLanes; other < kWarp; other *= 2)
+          part[c] += __shfl_xor_sync(kAllLanes, part[c], other);
+        if (warp_lane - lane == owner) sums[c] = part[c];
+      }
+    }
+    if (entry < entries) {
+      T* to = shared_memory<T>() + entry * kSliceColumns<In> + lane * kRowColumns<In>;
+#pragma unroll
+      for (int c = 0; c < kRowColumns<In>; c += kSumColumns<In>) store_sums(sums + c, to + c);
     }
   }
-  __device__ void add(int32_t entry, int lane, T (&sums)[kColumns<In>]) const {
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const uint4 bits = *at(entry, piece, lane);
-      Entry part[kPieceColumns];
-      memcpy(part, &bits, kLaneBytes);
-#pragma unroll
-      for (int c = 0; c < kPieceColumns; ++c) sums[piece * kPieceColumns + c] += static_cast<T>(part[c]);
-    }
-  }
-};
+}
 
 template <class In, class Code, bool aligned>
 __global__ void __launch_bounds__(kThreads) sampled_attention_kernel(Problem<In, Code> p) {
   using T = Accumulator<In>;
-  constexpr int kSliceColumns = kRowLanes * kColumns<In>;
+  // lanes that have a query's slice
+  constexpr int kLanes = kSliceColumns<In> / kSumColumns<In>;
   const Windows w = p.windows;
   const int64_t chunk = blockIdx.x % p.chunks, slice = blockIdx.x / p.chunks % p.slices;
   const int64_t place = blockIdx.x / (p.chunks * p.slices), head = p.first_head + place;
-  const int lane = threadIdx.x % kRowLanes, warp_lane = threadIdx.x % kWarp;
-  const int32_t group = threadIdx.x / kRowLanes;
-  const int64_t first_column = slice * kSliceColumns + lane * kColumns<In>;
-  const int64_t columns_left = p.Dv - first_column;
-  const int columns = columns_left < 0 ? 0 : columns_left < kColumns<In> ? columns_left : kColumns<In>;
+  const int64_t first_column = slice * kSliceColumns<In>;
   const In* values = p.value.at(head / p.H, head % p.H, 0) + first_column;
-  const Code* query_codes = p.query_codes + place * w.num_hash * p.N;
   const int32_t* orders = p.order + place * w.num_hash * p.M;
   const int32_t* starts = p.starts + place * w.num_hash * (int64_t{w.table_size} + 1);
-  T* window_sums = p.sums + (place * p.slices + slice) * p.N * kSliceColumns + lane * kColumns<In>;
+  const Code* query_codes = p.query_codes + place * w.num_hash * p.N;
+  const int lane = threadIdx.x % kLanes;
+  const int columns = part_of<kSumColumns<In>>(p.Dv - first_column, lane);
+  const T* table = shared_memory<T>() + lane * kSumColumns<In>;
+  T* window_sums = p.sums + (place * p.slices + slice) * p.N * kSliceColumns<In> + lane * kSumColumns<In>;
+  In* out = p.out.at(head / p.H, head % p.H, 0) + first_column + lane * kSumColumns<In>;
   const int64_t first_query = chunk * p.N / p.chunks, last_query = (chunk + 1) * p.N / p.chunks;
 
   for (int32_t first_hash = 0; first_hash < w.num_hash; first_hash += w.hashes) {
     const int32_t hashes = min(w.hashes, w.num_hash - first_hash);
     for (int32_t first_code = 0; first_code < w.table_size; first_code += w.codes) {
-      const int32_t codes = min(w.codes, w.table_size - first_code), entries = hashes * codes;
-      const Tables<In> tables{entries};
-
-      for (int32_t entry = group; entry - group < entries; entry += kRowsAtOnce) {
-        int32_t hash = 0, begin = 0, end = 0;
-        if (entry < entries) {
-          hash = first_hash + entry / codes;
-          const int32_t* start = starts + hash * (int64_t{w.table_size} + 1) + first_code + entry % codes;
-          begin = start[0];
-          end = start[1];
-        }
-        T sums[kColumns<In>] = {};
-        const bool crowded = end - begin > p.crowd;
-        add_rows<In, aligned>(values, p.value.row_stride, columns, orders + hash * p.M, begin, crowded ? begin : end,
-                              1, sums);
-        // the warp shares the rows of each crowded bucket of its lanes
-        uint32_t left = __ballot_sync(kAllLanes, crowded && lane == 0);
-        while (left != 0) {
-          const int owner = __ffs(left) - 1;
-          left &= left - 1;
-          const int32_t from = __shfl_sync(kAllLanes, begin, owner) + warp_lane / kRowLanes;
-          const int32_t to = __shfl_sync(kAllLanes, end, owner);
-          const int32_t* order = orders + __shfl_sync(kAllLanes, hash, owner) * p.M;
-          T part[kColumns<In>] = {};
-          add_rows<In, aligned>(values, p.value.row_stride, columns, order, from, to, kWarp / kRowLanes, part);
-#pragma unroll
-          for (int c = 0; c < kColumns<In>; ++c) {
-#pragma unroll
-            for (int other = kRowLanes; other < kWarp; other *= 2)
-              part[c] += __shfl_xor_sync(kAllLanes, part[c], other);
-            if (warp_lane - lane == owner) sums[c] = part[c];
-          }
-        }
-        if (entry < entries) tables.store(entry, lane, sums);
-      }
+      const int32_t codes = min(w.codes, w.table_size - first_code);
+      build_tables<In, aligned>(values, p.value.row_stride, p.Dv - first_column, p.crowd, orders + first_hash * p.M,
+                                p.M, starts + first_hash * (int64_t{w.table_size} + 1) + first_code, w.table_size,
+                                hashes, codes);
       __syncthreads();
 
       const bool first = first_hash == 0 && first_code == 0;
       const bool last = first_hash + hashes == w.num_hash && first_code + codes == w.table_size;
-      for (int64_t query = first_query + group; query < last_query; query += kRowsAtOnce) {
-        T sums[kColumns<In>] = {};
+      for (int64_t query = first_query + threadIdx.x / kLanes; query < last_query; query += kThreads / kLanes) {
+        const Code* code_at = query_codes + first_hash * p.N + query;
+        T sums[kSumColumns<In>] = {};
         bool found = false;
         for (int32_t hash = 0; hash < hashes; hash += kCodesAhead) {
           uint32_t code[kCodesAhead];
 #pragma unroll
           for (int j = 0; j < kCodesAhead; ++j)
-            code[j] = hash + j < hashes
-                          ? static_cast<uint32_t>(query_codes[(first_hash + hash + j) * p.N + query]) - first_code
-                          : ~0u;
+            code[j] = hash + j < hashes ? static_cast<uint32_t>(code_at[(hash + j) * p.N]) - first_code : ~0u;
 #pragma unroll
           for (int j = 0; j < kCodesAhead; ++j) {
             if (code[j] >= static_cast<uint32_t>(codes)) continue;
             found = true;
-            tables.add((hash + j) * codes + code[j], lane, sums);
+            T part[kSumColumns<In>];
+            load_sums(table + ((hash + j) * codes + code[j]) * kSliceColumns<In>, part);
+#pragma unroll
+            for (int c = 0; c < kSumColumns<In>; ++c) sums[c] += part[c];
           }
         }
-        T* before = window_sums + query * kSliceColumns;
-        if (!first && (found || last))
+        T* before = window_sums + query * kSliceColumns<In>;
+        if (!first && (found || last)) {
+          T part[kSumColumns<In>];
+          load_sums(before, part);
 #pragma unroll
-          for (int c = 0; c < kColumns<In>; ++c) sums[c] += before[c];
+          for (int c = 0; c < kSumColumns<In>; ++c) sums[c] += part[c];
+        }
         if (last) {
-          In part[kColumns<In>];
+          In part[kSumColumns<In>];
 #pragma unroll
-          for (int c = 0; c < kColumns<In>; ++c) part[c] = static_cast<In>(sums[c] * (T{1} / w.num_hash));
-          store_part<In, aligned>(part, columns, p.out.at(head / p.H, head % p.H, query) + first_column);
+          for (int c = 0; c < kSumColumns<In>; ++c) part[c] = static_cast<In>(sums[c] * (T{1} / w.num_hash));
+          store_part<In, aligned>(part, columns, out + query * p.out.row_stride);
         } else if (first || found) {
-#pragma unroll
-          for (int c = 0; c < kColumns<In>; ++c) before[c] = sums[c];
+          store_sums(sums, before);
         }
       }
       __syncthreads();
@@ -242,7 +245,7 @@ __global__ void __launch_bounds__(kThreads) sampled_attention_kernel(Problem<In,
 template <class In>
 Windows find_windows(const Device& device, int64_t num_hash, int64_t hash_code_len) {
   const int64_t table_size = int64_t{1} << hash_code_len;
-  const int64_t fitting = static_cast<int64_t>(device.shared_bytes()) / Tables<In>::kEntryBytes;
+  const int64_t fitting = static_cast<int64_t>(device.shared_bytes()) / kEntryBytes<In>;
   const int64_t hashes = std::max<int64_t>(fitting / table_size, 1), codes = std::min(fitting, table_size);
   const auto even = [](int64_t all, int64_t most) {
     return static_cast<int32_t>(divide_up(all, divide_up(all, most)));
@@ -271,14 +274,14 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   p.M = value.size(2);
   p.Dv = value.size(3);
   p.windows = find_windows<In>(device, num_hash, hash_code_len);
-  const int64_t slice = kRowLanes * kColumns<In>;
-  p.slices = divide_up(p.Dv, slice);
+  constexpr int64_t kSlice = kSliceColumns<In>;
+  p.slices = divide_up(p.Dv, kSlice);
   p.crowd = static_cast<int32_t>(std::max(kCrowd, kCrowdOfMean * (p.M >> hash_code_len)));
   const int64_t group = heads_at_once(heads, num_hash, p.M, hash_code_len);
   // every chunk builds the tables again, so only where multiprocessors would idle
   p.chunks = std::clamp<int64_t>(device.num_multiprocessors() / (group * p.slices), 1,
-                                 divide_up(p.N, kRowsAtOnce));
-  const int64_t num_sums = p.windows.one() ? 0 : group * p.slices * p.N * slice;
+                                 divide_up(p.N, kThreads));
+  const int64_t num_sums = p.windows.one() ? 0 : group * p.slices * p.N * kSlice;
   Tensor sums = torch::stable::new_empty(out, {num_sums}, length_dtype(out));
   p.sums = static_cast<T*>(sums.mutable_data_ptr());
   const auto kernel = aligned(p.value, p.Dv) && aligned(p.out, p.Dv) ? sampled_attention_kernel<In, Code, true>
@@ -290,7 +293,7 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
     p.order = static_cast<const int32_t*>(sorted.order.const_data_ptr());
     p.starts = static_cast<const int32_t*>(sorted.starts.const_data_ptr());
     launch(device, kernel, count * p.slices * p.chunks, kThreads,
-           p.windows.hashes * int64_t{p.windows.codes} * Tables<In>::kEntryBytes, p);
+           p.windows.hashes * int64_t{p.windows.codes} * kEntryBytes<In>, p);
   }
 }
 
