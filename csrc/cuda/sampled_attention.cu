@@ -25,8 +25,8 @@ constexpr int kCodesAhead = 8;
 // A bucket of more rows, and of more than this many times the mean, is added up by a warp.
 constexpr int64_t kCrowd = 64, kCrowdOfMean = 4;
 
-// The tables of all hash functions, one after the other, are built and read a window at a time: of some hash functions,
-// or of a range of the codes of one.
+// The tables of all hash functions, one after the other, are built and read a window at a time: of some hash
+// functions, or of a range of the codes of one.
 struct Windows {
   int32_t num_hash, table_size;
   // of a window
@@ -122,8 +122,8 @@ __device__ __forceinline__ void add_rows(const In* values, int64_t row_stride, i
   }
 }
 
-// Fills the tables of `hashes` hash functions for `codes` codes each: entry h * codes + c has the sum of a bucket. Order
-// and starts are those of the first hash function, the latter from the first code on.
+// Fills the tables of `hashes` hash functions for `codes` codes each: entry h * codes + c has the sum of a bucket.
+// Orders and starts are those of the first hash function, the latter from the first code on.
 template <class In, bool aligned>
 __device__ __forceinline__ void build_tables(const In* values, int64_t row_stride, int64_t Dv_left, int32_t crowd,
                                              const int32_t* orders, int64_t M, const int32_t* starts,
@@ -320,6 +320,8 @@ std::tuple<Tensor, Tensor> sampled_attention_cuda(const Tensor&, const Tensor&, 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(yoso_hf, YOSO_CUDA_KEY, m) { m.impl("sampled_attention", TORCH_BOX(&sampled_attention_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(yoso_hf, YOSO_CUDA_KEY, m) {
+  m.impl("sampled_attention", TORCH_BOX(&sampled_attention_cuda));
+}
 
 }  // namespace yoso

@@ -7,8 +7,8 @@
 
 namespace yoso {
 
-// Counters that a warp keeps at most, which every GPU's shared memory holds; codes of more bits are sorted a range at a
-// time.
+// Counters that a warp keeps at most, which every GPU's shared memory holds; codes of more bits are sorted a range at
+// a time.
 constexpr int32_t kSortCounters = 1 << 14;
 
 // For every hash function of some heads, hash function h of head b being list b * m + h:
@@ -33,8 +33,8 @@ __global__ void sort_codes_kernel(const Code* codes, int64_t lists, int64_t rows
   starts += list * (table_size + 1);
   const uint32_t lower_lanes = (1u << lane) - 1;
 
-  // Calls f(row, place of its code in the part, lanes with the same code) for 32 rows at a time; the lanes that have no
-  // row in the part are called with place -1.
+  // Calls f(row, place of its code in the part, lanes with the same code) for 32 rows at a time; the lanes that have
+  // no row in the part are called with place -1.
   const auto for_rows = [&](int32_t first_code, const auto& f) {
     int32_t next = lane < rows ? codes[lane] : -1;
     for (int64_t first = 0; first < rows; first += kWarp) {
