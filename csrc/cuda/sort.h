@@ -7,8 +7,9 @@
 
 namespace yoso {
 
-// counters that a warp keeps at most; codes of more bits are sorted a range at a time
-constexpr int32_t kSortCounters = 1 << 15;
+// Counters that a warp keeps at most, which every GPU's shared memory holds; codes of more bits are sorted a range at
+// a time.
+constexpr int32_t kSortCounters = 1 << 14;
 
 // For every hash function of some heads, hash function h of head b being list b * m + h:
 struct SortedCodes {
@@ -32,17 +33,17 @@ __global__ void sort_codes_kernel(const Code* codes, int64_t lists, int64_t rows
   starts += list * (table_size + 1);
   const uint32_t lower_lanes = (1u << lane) - 1;
 
-  // Calls f(row, place of its code in the part, lanes with the same code) for 32 rows at a time, lanes that have no
-  // row in the part included, which see themselves as sharing no place.
+  // Calls f(row, place of its code in the part, lanes with the same code) for 32 rows at a time; the lanes that have
+  // no row in the part are called with place -1.
   const auto for_rows = [&](int32_t first_code, const auto& f) {
     int32_t next = lane < rows ? codes[lane] : -1;
     for (int64_t first = 0; first < rows; first += kWarp) {
-      const int32_t place = next - first_code;
+      // unsigned, because any int32 may stand for no bucket
+      const uint32_t offset = static_cast<uint32_t>(next) - first_code;
+      const int32_t place = offset < static_cast<uint32_t>(part_size) ? static_cast<int32_t>(offset) : -1;
       const int64_t ahead = first + kWarp + lane;
       next = ahead < rows ? codes[ahead] : -1;
-      const bool inside = static_cast<uint32_t>(place) < static_cast<uint32_t>(part_size);
-      const uint32_t same = __match_any_sync(kAllLanes, inside ? place : -1);
-      f(first + lane, inside ? place : -1, same);
+      f(first + lane, place, __match_any_sync(kAllLanes, place));
     }
   };
 
@@ -85,7 +86,7 @@ __global__ void sort_codes_kernel(const Code* codes, int64_t lists, int64_t rows
 // How many heads to sort at a time, so that their buckets' starts take no more memory than rows and codes do.
 inline int64_t heads_at_once(int64_t heads, int64_t num_hash, int64_t rows, int64_t hash_code_len) {
   const int64_t table_size = int64_t{1} << hash_code_len, budget = std::max<int64_t>(heads * num_hash * rows, 1 << 24);
-  return std::clamp<int64_t>(budget / (num_hash * table_size), 1, heads);
+  return std::max<int64_t>(1, std::min(heads, budget / (num_hash * table_size)));
 }
 
 // Sorts the codes [B, H, m, rows] of `heads` heads, from the first on, of the B * H.

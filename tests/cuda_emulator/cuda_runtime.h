@@ -4,6 +4,7 @@
 // YOSO_EMULATOR_ORDER=reverse runs blocks and threads from the last to the first: results that differ are a race.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -282,6 +283,8 @@ uint32_t __match_any_sync(uint32_t mask, T value) {
   });
 }
 
+using std::max;
+using std::min;
 inline int __popc(uint32_t x) { return std::popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return std::countl_zero(static_cast<uint32_t>(x)); }
