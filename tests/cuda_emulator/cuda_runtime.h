@@ -282,6 +282,9 @@ uint32_t __match_any_sync(uint32_t mask, T value) {
   });
 }
 
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline float max(float a, float b) { return std::fmax(a, b); }
 inline int __popc(uint32_t x) { return std::popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return std::countl_zero(static_cast<uint32_t>(x)); }
