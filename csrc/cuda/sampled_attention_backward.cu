@@ -315,6 +315,16 @@ __device__ __forceinline__ void wait_for_copies() {
   __syncwarp();
 }
 
+// The thread's lane, as a number that the compiler knows nothing about: it would compute what depends on the lane for
+// all kinds of buckets before the loop over these, and run out of registers.
+__device__ __forceinline__ int lane_in_bucket() {
+  int lane = threadIdx.x % kWarp;
+#ifndef YOSO_CUDA_EMULATOR
+  asm volatile("" : "+r"(lane));
+#endif
+  return lane;
+}
+
 // 16-bit rows in shared memory. Pieces change places by row, so that those of eight rows fall into different banks.
 template <int kColumns>
 struct Matrix {
@@ -332,8 +342,9 @@ struct PickedRows {
   float inverse_length;
 
   template <class In>
-  __device__ PickedRows(const HeadSide<In>& side, Span span, const HeadSide<In>& other_side, Span other_span) {
-    const int lane = threadIdx.x % kWarp, place = lane % kTile;
+  __device__ PickedRows(int lane, const HeadSide<In>& side, Span span, const HeadSide<In>& other_side,
+                        Span other_span) {
+    const int place = lane % kTile;
     const bool first = lane < kTile;
     row = place < (first ? span.count : other_span.count)
               ? (first ? side.order + span.first : other_side.order + other_span.first)[place]
@@ -351,9 +362,9 @@ struct Fragments {
   uint32_t rows[2][kColumns / 32][4];
 
   template <class In>
-  __device__ __forceinline__ Fragments(const HeadSide<In>& side, const PickedRows& picked, int first_lane,
+  __device__ __forceinline__ Fragments(int lane, const HeadSide<In>& side, const PickedRows& picked, int first_lane,
                                        int columns) {
-    const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+    const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t row = picked.at(first_lane + g + 8 * half);
@@ -387,7 +398,7 @@ struct Weights {
   float scale;
 
   template <int kColumns>
-  __device__ __forceinline__ Weights(const Fragments<kColumns>& left, const Fragments<kColumns>& right,
+  __device__ __forceinline__ Weights(int lane, const Fragments<kColumns>& left, const Fragments<kColumns>& right,
                                      const PickedRows& picked, int first_right_lane) {
     float w[2][4] = {};
 #pragma unroll
@@ -400,7 +411,7 @@ struct Weights {
         for (int n = 0; n < 2; ++n)
           multiply_add<In>(w[n], rows, {right.rows[n][i][2 * step], right.rows[n][i][2 * step + 1]});
       }
-    const int t = threadIdx.x % 4;
+    const int t = lane % 4;
     float largest = 0;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
@@ -420,10 +431,9 @@ struct Weights {
 
 // Copies the picked rows that 16 lanes have to a matrix, zero past the last row and column.
 template <int kColumns, class In>
-__device__ __forceinline__ void copy_rows(Matrix<kColumns> to, const HeadSide<In>& side, const PickedRows& picked,
-                                          int first_lane, int columns) {
+__device__ __forceinline__ void copy_rows(int lane, Matrix<kColumns> to, const HeadSide<In>& side,
+                                          const PickedRows& picked, int first_lane, int columns) {
   constexpr int kPieces = kColumns / 8;
-  const int lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int i = 0; i < kTile * kPieces / kWarp; ++i) {
     const int r = (i * kWarp + lane) / kPieces, piece = lane % kPieces;
@@ -435,9 +445,8 @@ __device__ __forceinline__ void copy_rows(Matrix<kColumns> to, const HeadSide<In
 
 // sums = the weights times columns 16 * pair .. 16 * pair + 15 of a matrix of 16 rows; without the scale.
 template <int kColumns, class In>
-__device__ __forceinline__ void multiply_rows(float (&sums)[2][4], const Weights<In>& weights, Matrix<kColumns> rows,
-                                              int pair) {
-  const int lane = threadIdx.x % kWarp;
+__device__ __forceinline__ void multiply_rows(int lane, float (&sums)[2][4], const Weights<In>& weights,
+                                              Matrix<kColumns> rows, int pair) {
   uint32_t b[4];
   load_matrices<true>(b, rows.piece(lane % 16, 2 * pair + lane / 16));
 #pragma unroll
@@ -450,9 +459,9 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[2][4], const Weights
 
 // Adds columns 16 * pair .. 16 * pair + 15 to the sums of rows[0] for g and rows[1] for g + 8, unless these are -1.
 template <class In>
-__device__ __forceinline__ void add_sums(const HeadSide<In>& side, const int32_t (&rows)[2],
+__device__ __forceinline__ void add_sums(int lane, const HeadSide<In>& side, const int32_t (&rows)[2],
                                          const float (&sums)[2][4], float scale, int pair, int columns) {
-  const int t = threadIdx.x % 4;
+  const int t = lane % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -470,15 +479,15 @@ __device__ __forceinline__ void add_small_bucket(const HeadSide<In>& queries, Sp
                                                  const HeadSide<In>& keys, Span key_span, const Sizes& sizes,
                                                  unsigned char* memory) {
   const Matrix<kColumns> query_rows{memory}, key_rows{memory + kTile * kColumns * sizeof(In)};
-  const PickedRows picked(queries, query_span, keys, key_span);
+  const int lane = lane_in_bucket(), g = lane / 4;
+  const PickedRows picked(lane, queries, query_span, keys, key_span);
   // all have read what was here before
   __syncwarp();
-  copy_rows(query_rows, queries, picked, 0, sizes.D);
-  copy_rows(key_rows, keys, picked, kTile, sizes.D);
-  const Fragments<kColumns> grads(queries, picked, 0, sizes.Dv), values(keys, picked, kTile, sizes.Dv);
+  copy_rows(lane, query_rows, queries, picked, 0, sizes.D);
+  copy_rows(lane, key_rows, keys, picked, kTile, sizes.D);
+  const Fragments<kColumns> grads(lane, queries, picked, 0, sizes.Dv), values(lane, keys, picked, kTile, sizes.Dv);
   // both ways rather than one and its transpose: the products cost less than moving it between lanes
-  const Weights<In> by_query(grads, values, picked, kTile), by_key(values, grads, picked, 0);
-  const int g = threadIdx.x % kWarp / 4;
+  const Weights<In> by_query(lane, grads, values, picked, kTile), by_key(lane, values, grads, picked, 0);
   const int32_t query_numbers[2] = {picked.at(g), picked.at(g + 8)};
   const int32_t key_numbers[2] = {picked.at(kTile + g), picked.at(kTile + g + 8)};
   wait_for_copies();
@@ -486,10 +495,10 @@ __device__ __forceinline__ void add_small_bucket(const HeadSide<In>& queries, Sp
   for (int pair = 0; pair < kColumns / 16; ++pair)
     if (16 * pair < sizes.D) {
       float sums[2][4];
-      multiply_rows(sums, by_query, key_rows, pair);
-      add_sums(queries, query_numbers, sums, by_query.scale, pair, sizes.D);
-      multiply_rows(sums, by_key, query_rows, pair);
-      add_sums(keys, key_numbers, sums, by_key.scale, pair, sizes.D);
+      multiply_rows(lane, sums, by_query, key_rows, pair);
+      add_sums(lane, queries, query_numbers, sums, by_query.scale, pair, sizes.D);
+      multiply_rows(lane, sums, by_key, query_rows, pair);
+      add_sums(lane, keys, key_numbers, sums, by_key.scale, pair, sizes.D);
     }
 }
 
@@ -500,22 +509,21 @@ __device__ __forceinline__ void add_pairs_of_tile(const HeadSide<In>& targets, S
                                                   const HeadSide<In>& sources, Span source_span, const Sizes& sizes,
                                                   unsigned char* memory) {
   const Matrix<kColumns> source_rows{memory};
-  PickedRows picked(targets, target_span, sources, source_span);
-  const Fragments<kColumns> target_others(targets, picked, 0, sizes.Dv);
-  const int g = threadIdx.x % kWarp / 4;
-  const int32_t numbers[2] = {picked.at(g), picked.at(g + 8)};
+  int lane = lane_in_bucket();
+  PickedRows picked(lane, targets, target_span, sources, source_span);
+  const Fragments<kColumns> target_others(lane, targets, picked, 0, sizes.Dv);
   float sums[kColumns / 16][2][4] = {};
   while (true) {
     __syncwarp();
-    copy_rows(source_rows, sources, picked, kTile, sizes.D);
-    const Fragments<kColumns> source_others(sources, picked, kTile, sizes.Dv);
-    const Weights<In> weights(target_others, source_others, picked, kTile);
+    copy_rows(lane, source_rows, sources, picked, kTile, sizes.D);
+    const Fragments<kColumns> source_others(lane, sources, picked, kTile, sizes.Dv);
+    const Weights<In> weights(lane, target_others, source_others, picked, kTile);
     wait_for_copies();
 #pragma unroll
     for (int pair = 0; pair < kColumns / 16; ++pair)
       if (16 * pair < sizes.D) {
         float some[2][4];
-        multiply_rows(some, weights, source_rows, pair);
+        multiply_rows(lane, some, weights, source_rows, pair);
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -523,11 +531,13 @@ __device__ __forceinline__ void add_pairs_of_tile(const HeadSide<In>& targets, S
       }
     source_span = {source_span.first + kTile, source_span.count - kTile};
     if (source_span.count <= 0) break;
-    picked = PickedRows(targets, target_span, sources, source_span);
+    lane = lane_in_bucket();
+    picked = PickedRows(lane, targets, target_span, sources, source_span);
   }
+  const int32_t numbers[2] = {picked.at(lane / 4), picked.at(lane / 4 + 8)};
 #pragma unroll
   for (int pair = 0; pair < kColumns / 16; ++pair)
-    if (16 * pair < sizes.D) add_sums(targets, numbers, sums[pair], 1, pair, sizes.D);
+    if (16 * pair < sizes.D) add_sums(lane, targets, numbers, sums[pair], 1, pair, sizes.D);
 }
 
 // The numbers of a piece, times a factor.
@@ -548,7 +558,7 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
                                                     const HeadSide<In>& sources, Span source_span, const Sizes& sizes,
                                                     unsigned char* memory) {
   constexpr int kPieces = kColumns / 8, kRows = 4096 / kColumns, kDown = kColumns / 64, kAcross = kColumns / 32;
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  const int warp = threadIdx.x / kWarp, lane = lane_in_bucket(), g = lane / 4, t = lane % 4;
   const Matrix<kColumns> others{memory}, rows{memory + kRows * kColumns * sizeof(In)};
   // of the product, a warp has a quarter of the rows and half of the columns
   const int first_row = warp / 2 * (kColumns / 4), first_piece = warp % 2 * (kPieces / 2);
@@ -631,8 +641,8 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
 
   for (int tile = warp; tile * kTile < target_span.count; tile += kWarps) {
     const Span span{target_span.first + tile * kTile, target_span.count - tile * kTile};
-    const PickedRows picked(targets, span, targets, {0, 0});
-    const Fragments<kColumns> left(targets, picked, 0, sizes.Dv);
+    const PickedRows picked(lane, targets, span, targets, {0, 0});
+    const Fragments<kColumns> left(lane, targets, picked, 0, sizes.Dv);
     const int32_t numbers[2] = {picked.at(g), picked.at(g + 8)};
 #pragma unroll
     for (int pair = 0; pair < kColumns / 16; ++pair)
@@ -652,7 +662,7 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
               for (int n = 0; n < 2; ++n) multiply_add<In>(sums[n], a, {b[2 * n], b[2 * n + 1]});
             }
           }
-        add_sums(targets, numbers, sums, power.down, pair, sizes.D);
+        add_sums(lane, targets, numbers, sums, power.down, pair, sizes.D);
       }
   }
 }
