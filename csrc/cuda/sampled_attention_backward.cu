@@ -93,7 +93,8 @@ __global__ void finish_kernel(Side<In> side, Sizes sizes, Accumulator<In> scale,
   const int lane = threadIdx.x % kWarp;
   const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
   if (warp >= sizes.heads * side.count) return;
-  const int64_t batch_head = sizes.first + warp / side.count, batch = batch_head / sizes.H, head = batch_head % sizes.H;
+  const int64_t batch_head = sizes.first + warp / side.count;
+  const int64_t batch = batch_head / sizes.H, head = batch_head % sizes.H;
   const In* x = side.rows.at(batch, head, warp % side.count);
   const T* sum = side.sums + warp * sizes.D;
   const T inverse = side.inverse_length[warp];
@@ -175,7 +176,8 @@ __device__ void add_pairs(const HeadSide<In>& queries, Span query_span, const He
         });
         add_slice(keys, key_order, num_keys, first, sizes.D, [&](int r, int c) {
           T sum = 0;
-          for (int query = 0; query < num_queries; ++query) sum += scratch.weights[query][r] * scratch.queries[query][c];
+          for (int query = 0; query < num_queries; ++query)
+            sum += scratch.weights[query][r] * scratch.queries[query][c];
           return sum;
         });
       }
@@ -235,8 +237,8 @@ __device__ void add_through_product(const HeadSide<In>& targets, Span target_spa
 
 // Adds the buckets of one hash function: any dtype and size. A block has block_codes codes of a head.
 template <class In>
-__global__ void __launch_bounds__(kThreads, 2) add_buckets_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes,
-                                                                  int64_t hash) {
+__global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 1 : 2)
+    add_buckets_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int64_t hash) {
   using T = Accumulator<In>;
   Scratch<T>& scratch = *shared_memory<Scratch<T>>();
   const int64_t head = blockIdx.x / sizes.head_blocks;
@@ -571,14 +573,16 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
       uint4 other = make_uint4(0, 0, 0, 0), row = other;
       if (r < count) {
         const int64_t number = sources.order[source_span.first + from + r];
+        const In* other_row = sources.others + number * sources.other_stride;
+        const In* row_itself = sources.rows + number * sources.row_stride;
         // of the inverse length, the rows take up a power of two, which they do without an error
         const float inverse = sources.inverse_length[number];
         const float power = 2 * __int_as_float(__float_as_int(inverse) & 0x7f800000);
         if (piece * 8 < sizes.Dv)
-          other = scaled<In>(*reinterpret_cast<const uint4*>(sources.others + number * sources.other_stride + piece * 8),
+          other = scaled<In>(*reinterpret_cast<const uint4*>(other_row + piece * 8),
                              power > 0 ? inverse / power : 0);
         if (piece * 8 < sizes.D)
-          row = scaled<In>(*reinterpret_cast<const uint4*>(sources.rows + number * sources.row_stride + piece * 8), power);
+          row = scaled<In>(*reinterpret_cast<const uint4*>(row_itself + piece * 8), power);
       }
       *static_cast<uint4*>(others.piece(r, piece)) = other;
       *static_cast<uint4*>(rows.piece(r, piece)) = row;
@@ -656,8 +660,9 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
             left.left(a, i, step);
             // the rows in the order of the fragments' columns
             const int r = 32 * i + 4 * step + lane % 8 / 2 * 8 + lane / 8 % 2 * 2 + lane % 2;
-            for (const Matrix<kColumns>& part : {high, low}) {
-              load_matrices<true>(b, part.piece(r, 2 * pair + lane / 16));
+#pragma unroll
+            for (int part = 0; part < 2; ++part) {
+              load_matrices<true>(b, (part == 0 ? high : low).piece(r, 2 * pair + lane / 16));
 #pragma unroll
               for (int n = 0; n < 2; ++n) multiply_add<In>(sums[n], a, {b[2 * n], b[2 * n + 1]});
             }
@@ -732,8 +737,9 @@ __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 3 : 1)
 // What add_buckets_mma_kernel asks of rows.
 inline bool fits_tensor_cores(const Tensor& rows) {
   const bool narrow = rows.scalar_type() == ScalarType::BFloat16 || rows.scalar_type() == ScalarType::Half;
-  return narrow && rows.size(3) % 8 == 0 && rows.size(3) <= 128 && rows.stride(0) % 8 == 0 && rows.stride(1) % 8 == 0 &&
-         rows.stride(2) % 8 == 0 && reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0;
+  bool aligned = reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0;
+  for (int64_t dim = 0; dim < 3; ++dim) aligned = aligned && rows.stride(dim) % 8 == 0;
+  return narrow && aligned && rows.size(3) % 8 == 0 && rows.size(3) <= 128;
 }
 
 template <class In>
@@ -759,7 +765,8 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
                       const Tensor& grad_query, const Tensor& grad_key) {
   using T = Accumulator<In>;
   const int64_t H = query.size(1), all_heads = query.size(0) * H, N = query.size(2), M = key.size(2);
-  const int64_t D = query.size(3), Dv = value.size(3), m = query_codes.size(2), table_size = int64_t{1} << hash_code_len;
+  const int64_t D = query.size(3), Dv = value.size(3), m = query_codes.size(2);
+  const int64_t table_size = int64_t{1} << hash_code_len;
   const int64_t block_codes = kBlockCodes * divide_up(table_size, kSmallTable);
   const int64_t head_blocks = divide_up(table_size, block_codes);
   // enough heads to keep the device busy; where more fit the cache, these
