@@ -21,14 +21,26 @@ struct AllPairs {
 
   // dp/dx, 0 where it diverges, or its lower bound (tau / 2) p
   template <class Place, class T, int n>
-  __device__ __forceinline__ void slopes(const Place&, T (&cosine)[n][4], T (&products)[n][4]) const {
-    const T factor = exact ? tau / static_cast<T>(3.14159265358979323846) : tau / T{2};
+  __device__ __forceinline__ void slopes(const Place& place, T (&cosine)[n][4], T (&products)[n][4]) const {
+    if (!exact) {
+      weigh(place, cosine);
 #pragma unroll
-    for (int i = 0; i < n * 4; ++i)
-      products[i / 4][i % 4] *= exact ? factor * inverse_sine(cosine[i / 4][i % 4]) : factor;
-    kernel_weights(cosine, exact ? tau - 1 : tau);
+      for (int i = 0; i < n * 4; ++i) products[i / 4][i % 4] *= cosine[i / 4][i % 4] * (tau / T{2});
+      return;
+    }
+    T base[n][4];
 #pragma unroll
-    for (int i = 0; i < n * 4; ++i) products[i / 4][i % 4] *= cosine[i / 4][i % 4];
+    for (int i = 0; i < n * 4; ++i) {
+      base[i / 4][i % 4] = angle_complement(cosine[i / 4][i % 4]);
+      products[i / 4][i % 4] *= inverse_sine(cosine[i / 4][i % 4]) * (tau / static_cast<T>(3.14159265358979323846));
+      cosine[i / 4][i % 4] = base[i / 4][i % 4];
+    }
+    power(cosine, tau - 1);
+#pragma unroll
+    for (int i = 0; i < n * 4; ++i) {
+      products[i / 4][i % 4] *= cosine[i / 4][i % 4];
+      cosine[i / 4][i % 4] *= base[i / 4][i % 4];
+    }
   }
 };
 

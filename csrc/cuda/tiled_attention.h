@@ -8,11 +8,11 @@
 //     is_real(batch_head, row)        whether a row of mine has any weight
 //     near(first, last, count)        the run of others, of `count`, that my rows first..last need
 //     weigh(place, cosine)            turns cosines into weights
-//     slopes(place, cosine, products) multiplies products by the slopes of the weights; cosine is scratch
+//     slopes(place, cosine, products) the like, and multiplies products by the slopes of the weights
 // The whole block calls the last two, each thread with n x 4 pairs of a tile, which place says.
 #pragma once
 
-#include "device.h"
+#include "mma.h"
 
 namespace yoso {
 namespace {
@@ -161,7 +161,7 @@ constexpr int kMaxColumns = 256;
 // Where a thread's pairs are in a tile, and shared memory for the class of pairs.
 struct Place {
   static constexpr int kRows = kTile, kOthers = kTile, kBlockThreads = kThreads;
-  int64_t batch_head, first_row, first_other, num_rows, num_others;
+  int64_t batch_head, first_row, first_other;
   int32_t* scratch;
 
   __device__ __forceinline__ static int row(int b, int) { return threadIdx.x / kSpan + kSpan * b; }
@@ -275,8 +275,7 @@ __global__ void __launch_bounds__(kThreads) weighted_sum_kernel(Side<In> mine, S
     load_inverse<T, kThreads>(shared.other_inverse, others.inverse_length, block.batch_head, first, others.count);
     T weights[4][4];
     multiply_rows(shared, mine.rows, others.rows, block, first, sizes.columns, true, weights);
-    const Place place{block.batch_head, block.first, first, mine.count, others.count,
-                      reinterpret_cast<int32_t*>(&shared + 1)};
+    const Place place{block.batch_head, block.first, first, reinterpret_cast<int32_t*>(&shared + 1)};
     pairs.weigh(place, weights);
     add_weighted<column_tiles>(shared, weights, others.values, block, first, sizes.value_columns, false, sums);
   }
@@ -318,8 +317,7 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(Side<In> mine, Side<
     T cosine[4][4], products[4][4];
     multiply_rows(shared, mine.rows, others.rows, block, first, sizes.columns, true, cosine);
     multiply_rows(shared, mine.values, others.values, block, first, sizes.value_columns, false, products);
-    const Place place{block.batch_head, block.first, first, mine.count, others.count,
-                      reinterpret_cast<int32_t*>(&shared + 1)};
+    const Place place{block.batch_head, block.first, first, reinterpret_cast<int32_t*>(&shared + 1)};
     pairs.slopes(place, cosine, products);
     add_weighted<column_tiles>(shared, products, others.rows, block, first, sizes.columns, true, sums);
   }
@@ -347,13 +345,297 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(Side<In> mine, Side<
   }
 }
 
+// 16-bit rows of up to kMaxMmaColumns columns whose pieces of 16 bytes are aligned, on tensor cores: a warp has 16 of the
+// block's rows. The rows' products are those of the rows as they are, scaled afterwards.
+constexpr int kMmaThreads = 128;
+constexpr int kMaxMmaColumns = 128;
+// 16-bit elements in 16 bytes, which a row in shared memory has more than it needs: against bank conflicts
+constexpr int kPiece = 8;
+// others in a tile; less of them leaves registers for the gradient's sums
+constexpr int kSumOthers = 64;
+constexpr int kGradientOthers = 32;
+
+__device__ __forceinline__ int warp_lane() { return threadIdx.x % kWarp; }
+
+template <int others>
+struct MmaPlace {
+  static constexpr int kRows = kTile, kOthers = others, kBlockThreads = kMmaThreads;
+  int64_t batch_head, first_row, first_other;
+  int32_t* scratch;
+
+  __device__ __forceinline__ static int row(int, int i) { return threadIdx.x / kWarp * 16 + warp_lane() / 4 + i / 2 * 8; }
+  __device__ __forceinline__ static int other(int b, int i) { return b * 8 + warp_lane() % 4 * 2 + i % 2; }
+};
+
+// Tiles of rows in shared memory, and room for what the class of pairs needs.
+template <class In, int columns, int others>
+struct MmaShared {
+  static constexpr int kStride = columns + kPiece;
+  In my_rows[kTile * kStride], other_rows[others * kStride], other_values[others * kStride];
+  float my_inverse[kTile], other_inverse[kTile];
+};
+template <class In, int columns>
+struct MmaGradientShared : MmaShared<In, columns, kGradientOthers> {
+  In my_values[kTile * MmaShared<In, columns, kGradientOthers>::kStride];
+};
+
+// Loads `count` rows, 0 past the last row and column; and where a row has no weight, or is to become a unit row and
+// cannot.
+template <int count, int columns, class In>
+__device__ __forceinline__ void load_pieces(In* to, const Rows<const In>& rows, const Side<In>& side,
+                                            const Block& block, int64_t first, int64_t end, bool unit) {
+  constexpr int kPieces = columns / kPiece;
+#pragma unroll
+  for (int start = 0; start < count * kPieces; start += kMmaThreads) {
+    const int i = start + threadIdx.x, row = i / kPieces, column = i % kPieces * kPiece;
+    uint4 piece = {};
+    if (first + row < side.count && column < end) {
+      piece = *reinterpret_cast<const uint4*>(rows.at(block.batch, block.head, first + row) + column);
+      const float inverse = side.inverse_length[block.batch_head * side.count + first + row];
+      if (inverse == kMasked || (unit && inverse == 0)) piece = {};
+    }
+    *reinterpret_cast<uint4*>(to + row * (columns + kPiece) + column) = piece;
+  }
+}
+
+// out = the warp's rows . others
+template <int columns, class In, int n>
+__device__ __forceinline__ void multiply_mma(const In* mine, const In* others, int64_t end, float (&out)[n][4]) {
+  constexpr int kStride = columns + kPiece;
+  const int lane = warp_lane();
+  mine += (threadIdx.x / kWarp * 16 + lane % 16) * kStride + lane / 16 * 8;
+  others += (lane / 16 * 8 + lane % 8) * kStride + lane / 8 % 2 * 8;
+#pragma unroll
+  for (int i = 0; i < n * 4; ++i) out[i / 4][i % 4] = 0;
+#pragma unroll
+  for (int c = 0; c < columns; c += 16) {
+    if (c >= end) break;
+    uint32_t a[4];
+    load_matrices<false>(a, mine + c);
+#pragma unroll
+    for (int b = 0; b < n; b += 2) {
+      uint32_t pair[4];
+      load_matrices<false>(pair, others + b * 8 * kStride + c);
+      multiply_add<In>(out[b], a, {pair[0], pair[1]});
+      multiply_add<In>(out[b + 1], a, {pair[2], pair[3]});
+    }
+  }
+}
+
+// A pair of numbers as the sum of two pairs of T. Rounded to one, a weight errs in all columns alike, and a row whose
+// largest weights do so has a length that is further off than that of a rounded row.
+template <class T>
+__device__ __forceinline__ void split(float x, float y, uint32_t& high, uint32_t& low) {
+  high = pack<T>(x, y);
+  T pair[2];
+  memcpy(pair, &high, sizeof(pair));
+  low = pack<T>(x - static_cast<float>(pair[0]), y - static_cast<float>(pair[1]));
+}
+
+// sums += weights others
+template <int columns, class In, int n>
+__device__ __forceinline__ void add_weighted_mma(const float (&weights)[n][4], const In* others, int64_t end,
+                                                 float (&sums)[columns / 8][4]) {
+  constexpr int kStride = columns + kPiece;
+  others += warp_lane() % 16 * kStride + warp_lane() / 16 * 8;
+#pragma unroll
+  for (int b = 0; b < n; b += 2) {
+    uint32_t high[4], low[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      split<In>(weights[b + i / 2][i % 2 * 2], weights[b + i / 2][i % 2 * 2 + 1], high[i], low[i]);
+#pragma unroll
+    for (int c = 0; c < columns; c += 16) {
+      if (c >= end) break;
+      uint32_t pair[4];
+      load_matrices<true>(pair, others + b * 8 * kStride + c);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        multiply_add<In>(sums[c / 8 + i], high, {pair[2 * i], pair[2 * i + 1]});
+        multiply_add<In>(sums[c / 8 + i], low, {pair[2 * i], pair[2 * i + 1]});
+      }
+    }
+  }
+}
+
+// The products of rows as cosines.
+template <class Place, class Tiles, int n>
+__device__ __forceinline__ void scale_products(const Tiles& shared, float (&products)[n][4]) {
+#pragma unroll
+  for (int i = 0; i < n * 4; ++i)
+    // one after the other: both together may leave the range of float32
+    products[i / 4][i % 4] = products[i / 4][i % 4] * shared.my_inverse[Place::row(i / 4, i % 4)] *
+                             shared.other_inverse[Place::other(i / 4, i % 4)];
+}
+
+// The sum over the lanes that have columns of the same rows.
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
+}
+
+// float16 has few exponents: weights, which are at most 1, are scaled into its range
+template <class In>
+constexpr float kWeightScale = std::is_same_v<In, Half> ? 32768 : 1;
+
+// Scales a tile's slopes for float16 by a power of two for each row, such that the largest so far is below 2^15, and
+// takes the sums along.
+template <int n, int m>
+__device__ __forceinline__ void scale_into_range(float (&slopes)[n][4], float (&scale)[2], float (&sums)[m][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < n * 2; ++i) largest = fmaxf(largest, fabsf(slopes[i / 2][half * 2 + i % 2]));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+    // 2^14 over the power of two in it
+    const int exponent = 254 + 14 - (__float_as_int(largest) >> 23);
+    const float next = fminf(scale[half], __int_as_float((exponent < 254 ? exponent : 254) << 23));
+    const float ratio = next / scale[half];
+#pragma unroll
+    for (int i = 0; i < m * 2; ++i) sums[i / 2][half * 2 + i % 2] *= ratio;
+#pragma unroll
+    for (int i = 0; i < n * 2; ++i) slopes[i / 2][half * 2 + i % 2] *= next;
+    scale[half] = next;
+  }
+}
+
+// Stores the thread's part of a row: sums[*][half * 2] and sums[*][half * 2 + 1], scaled.
+template <class In, int n>
+__device__ __forceinline__ void store_row(In* to, const float (&sums)[n][4], int half, float scale, int64_t end) {
+  to += MmaPlace<kTile>::other(0, 0);
+#pragma unroll
+  for (int b = 0; b < n; ++b)
+    if (b * 8 < end)
+      *reinterpret_cast<uint32_t*>(to + b * 8) = pack<In>(sums[b][half * 2] * scale, sums[b][half * 2 + 1] * scale);
+}
+
+// weighted_sum_kernel on tensor cores
+template <class In, int columns, class Pairs>
+__global__ void __launch_bounds__(kMmaThreads) weighted_sum_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes,
+                                                                      Pairs pairs, Rows<In> out,
+                                                                      float* out_inverse_length) {
+  using Place = MmaPlace<kSumOthers>;
+  auto& shared = *shared_memory<MmaShared<In, columns, kSumOthers>>();
+  const Block block(sizes.heads, mine.count);
+  load_inverse<float, kMmaThreads>(shared.my_inverse, mine.inverse_length, block.batch_head, block.first, mine.count);
+  load_pieces<kTile, columns>(shared.my_rows, mine.rows, mine, block, block.first, sizes.columns, true);
+  float sums[columns / 8][4] = {};
+  const Range range = pairs.near(block.first, block.last, others.count);
+  for (int64_t first = range.begin; first < range.end; first += kSumOthers) {
+    // those before have been read
+    __syncthreads();
+    load_inverse<float, kMmaThreads>(shared.other_inverse, others.inverse_length, block.batch_head, first,
+                                     others.count);
+    load_pieces<kSumOthers, columns>(shared.other_rows, others.rows, others, block, first, sizes.columns, true);
+    load_pieces<kSumOthers, columns>(shared.other_values, others.values, others, block, first, sizes.value_columns,
+                                     false);
+    __syncthreads();
+    float weights[kSumOthers / 8][4];
+    multiply_mma<columns>(shared.my_rows, shared.other_rows, sizes.columns, weights);
+    scale_products<Place>(shared, weights);
+    const Place place{block.batch_head, block.first, first, reinterpret_cast<int32_t*>(&shared + 1)};
+    pairs.weigh(place, weights);
+#pragma unroll
+    for (int i = 0; i < kSumOthers / 2; ++i) weights[i / 4][i % 4] *= kWeightScale<In>;
+    add_weighted_mma<columns>(weights, shared.other_values, sizes.value_columns, sums);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t row = block.first + Place::row(0, half * 2);
+    float scale = 1 / kWeightScale<In>;
+    if (out_inverse_length != nullptr) {
+      float square = 0;
+#pragma unroll
+      for (int i = 0; i < columns / 4; ++i) {
+        const float x = sums[i / 2][half * 2 + i % 2] * (1 / kWeightScale<In>);
+        square += x * x;
+      }
+      square = quad_sum(square);
+      const float inverse = square > 0 ? 1 / sqrt(square) : 0;
+      scale *= inverse;
+      if (row < mine.count && warp_lane() % 4 == 0) out_inverse_length[block.batch_head * mine.count + row] = inverse;
+    }
+    if (row < mine.count)
+      store_row(out.at(block.batch, block.head, row), sums, half, scale, sizes.value_columns);
+  }
+}
+
+// gradient_kernel on tensor cores; with the gradient of my values too, where there is a place for it
+template <class In, int columns, bool with_values, class Pairs>
+__global__ void __launch_bounds__(kMmaThreads) gradient_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes,
+                                                                   Pairs pairs, Rows<In> out, Rows<In> out_values) {
+  using Place = MmaPlace<kGradientOthers>;
+  auto& shared = *shared_memory<MmaGradientShared<In, columns>>();
+  const Block block(sizes.heads, mine.count);
+  load_inverse<float, kMmaThreads>(shared.my_inverse, mine.inverse_length, block.batch_head, block.first, mine.count);
+  load_pieces<kTile, columns>(shared.my_rows, mine.rows, mine, block, block.first, sizes.columns, true);
+  load_pieces<kTile, columns>(shared.my_values, mine.values, mine, block, block.first, sizes.value_columns, false);
+  float sums[columns / 8][4] = {}, value_sums[with_values ? columns / 8 : 1][4] = {};
+  // the largest power of two, since nothing was added yet
+  float scale[2] = {0x1p127f, 0x1p127f};
+  const Range range = pairs.near(block.first, block.last, others.count);
+  for (int64_t first = range.begin; first < range.end; first += kGradientOthers) {
+    // those before have been read
+    __syncthreads();
+    load_inverse<float, kMmaThreads>(shared.other_inverse, others.inverse_length, block.batch_head, first,
+                                     others.count);
+    load_pieces<kGradientOthers, columns>(shared.other_rows, others.rows, others, block, first, sizes.columns, true);
+    load_pieces<kGradientOthers, columns>(shared.other_values, others.values, others, block, first,
+                                          sizes.value_columns, false);
+    __syncthreads();
+    float weights[kGradientOthers / 8][4], products[kGradientOthers / 8][4];
+    multiply_mma<columns>(shared.my_rows, shared.other_rows, sizes.columns, weights);
+    scale_products<Place>(shared, weights);
+    multiply_mma<columns>(shared.my_values, shared.other_values, sizes.value_columns, products);
+    const Place place{block.batch_head, block.first, first, reinterpret_cast<int32_t*>(&shared + 1)};
+    pairs.slopes(place, weights, products);
+#pragma unroll
+    for (int i = 0; i < kGradientOthers / 2; ++i) {
+      products[i / 4][i % 4] *= shared.other_inverse[Place::other(i / 4, i % 4)];
+      weights[i / 4][i % 4] *= kWeightScale<In>;
+    }
+    if constexpr (std::is_same_v<In, Half>) scale_into_range(products, scale, sums);
+    add_weighted_mma<columns>(products, shared.other_rows, sizes.columns, sums);
+    if constexpr (with_values)
+      add_weighted_mma<columns>(weights, shared.other_values, sizes.value_columns, value_sums);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int tile_row = Place::row(0, half * 2);
+    const float inverse = shared.my_inverse[tile_row];
+    const In* from = shared.my_rows + tile_row * shared.kStride + Place::other(0, 0);
+    if constexpr (std::is_same_v<In, Half>) {
+#pragma unroll
+      for (int i = 0; i < columns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= 1 / scale[half];
+    }
+    float along = 0;
+#pragma unroll
+    for (int i = 0; i < columns / 4; ++i)
+      along += sums[i / 2][half * 2 + i % 2] * (static_cast<float>(from[i / 2 * 8 + i % 2]) * inverse);
+    along = quad_sum(along);
+#pragma unroll
+    for (int i = 0; i < columns / 4; ++i)
+      sums[i / 2][half * 2 + i % 2] -= along * (static_cast<float>(from[i / 2 * 8 + i % 2]) * inverse);
+    const int64_t row = block.first + tile_row;
+    if (row < mine.count) {
+      store_row(out.at(block.batch, block.head, row), sums, half, inverse, sizes.columns);
+      if constexpr (with_values)
+        store_row(out_values.at(block.batch, block.head, row), value_sums, half, 1 / kWeightScale<In>,
+                  sizes.value_columns);
+    }
+  }
+}
+
 template <class In>
 Side<In> side_of(const Tensor& rows, const Tensor& values, const Tensor& inverse_length) {
   return {rows_of<In>(rows), rows_of<In>(values),
           static_cast<const Accumulator<In>*>(inverse_length.const_data_ptr()), rows.size(2)};
 }
 
-// The kernel that suits the sizes and the memory, and its launch.
+// The kernels that suit the sizes and the memory, and their launches.
 template <class In, class Pairs>
 class Launcher {
  public:
@@ -366,22 +648,75 @@ class Launcher {
 
   void weighted_sum(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out,
                     Accumulator<In>* out_inverse_length) const {
-    const auto kernel = columns_ <= kTile ? weighted_sum_kernel<In, 1, Pairs>
-                                          : weighted_sum_kernel<In, kMaxColumns / kTile, Pairs>;
-    launch(device_, kernel, blocks(mine), kThreads, kSharedBytes, mine, others, sizes_, pairs,
-           mutable_rows_of<In>(out), out_inverse_length);
+    if (suits_mma(mine) && suits_mma(others))
+      with_mma_columns([&](auto columns) {
+        launch_tiles(weighted_sum_mma_kernel<In, columns(), Pairs>, kMmaThreads,
+                     sizeof(MmaShared<In, columns(), kSumOthers>), mine, others, pairs, mutable_rows_of<In>(out),
+                     out_inverse_length);
+      });
+    else
+      launch_tiles(columns_ <= kTile ? weighted_sum_kernel<In, 1, Pairs>
+                                     : weighted_sum_kernel<In, kMaxColumns / kTile, Pairs>,
+                   kThreads, sizeof(Shared<Accumulator<In>>), mine, others, pairs, mutable_rows_of<In>(out),
+                   out_inverse_length);
   }
 
   void gradient(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out) const {
-    const auto kernel =
-        columns_ <= kTile ? gradient_kernel<In, 1, Pairs> : gradient_kernel<In, kMaxColumns / kTile, Pairs>;
-    launch(device_, kernel, blocks(mine), kThreads, kSharedBytes, mine, others, sizes_, pairs,
-           mutable_rows_of<In>(out));
+    if (suits_mma(mine) && suits_mma(others))
+      with_mma_columns([&](auto columns) {
+        launch_tiles(gradient_mma_kernel<In, columns(), false, Pairs>, kMmaThreads,
+                     sizeof(MmaGradientShared<In, columns()>), mine, others, pairs, mutable_rows_of<In>(out),
+                     Rows<In>{});
+      });
+    else
+      launch_tiles(columns_ <= kTile ? gradient_kernel<In, 1, Pairs> : gradient_kernel<In, kMaxColumns / kTile, Pairs>,
+                   kThreads, sizeof(Shared<Accumulator<In>>), mine, others, pairs, mutable_rows_of<In>(out));
+  }
+
+  // of my rows and values
+  void gradients(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out,
+                 const Tensor& out_values) const {
+    if (suits_mma(mine) && suits_mma(others)) {
+      // computes the weights once for both
+      with_mma_columns([&](auto columns) {
+        launch_tiles(gradient_mma_kernel<In, columns(), true, Pairs>, kMmaThreads,
+                     sizeof(MmaGradientShared<In, columns()>), mine, others, pairs, mutable_rows_of<In>(out),
+                     mutable_rows_of<In>(out_values));
+      });
+    } else {
+      gradient(mine, others, pairs, out);
+      weighted_sum(mine, others, pairs, out_values, nullptr);
+    }
   }
 
  private:
-  static constexpr size_t kSharedBytes = sizeof(Shared<Accumulator<In>>) + Pairs::kScratchBytes;
-  int64_t blocks(const Side<In>& mine) const { return batches_ * sizes_.heads * divide_up(mine.count, kTile); }
+  // Whether tensor cores take the sizes, and every piece of 16 bytes is aligned.
+  bool suits_mma(const Side<In>& side) const {
+    if (sizeof(In) != 2 || columns_ > kMaxMmaColumns) return false;
+    int64_t any = sizes_.columns | sizes_.value_columns;
+    for (const Rows<const In>& rows : {side.rows, side.values})
+      any |= rows.batch_stride | rows.head_stride | rows.row_stride |
+             static_cast<int64_t>(reinterpret_cast<uintptr_t>(rows.data) / sizeof(In));
+    return any % kPiece == 0;
+  }
+
+  // Calls f with the columns that the kernels on tensor cores are compiled for.
+  template <class F>
+  void with_mma_columns(const F& f) const {
+    if constexpr (sizeof(In) == 2) {
+      if (columns_ <= kTile)
+        f(std::integral_constant<int, kTile>{});
+      else
+        f(std::integral_constant<int, kMaxMmaColumns>{});
+    }
+  }
+
+  template <class Kernel, class... Outputs>
+  void launch_tiles(Kernel* kernel, int threads, size_t tile_bytes, const Side<In>& mine, const Side<In>& others,
+                    const Pairs& pairs, const Outputs&... outputs) const {
+    launch(device_, kernel, batches_ * sizes_.heads * divide_up(mine.count, kTile), threads,
+           tile_bytes + Pairs::kScratchBytes, mine, others, sizes_, pairs, outputs...);
+  }
 
   const Device& device_;
   int64_t batches_, columns_;
@@ -408,8 +743,7 @@ void attention_backward(const Device& device, const Pairs& pairs, const Tensor& 
   const Tensor query_inverse = inverse_lengths<In>(device, query, pairs);
   const Tensor key_inverse = inverse_lengths<In>(device, key, pairs.swapped());
   const Side<In> queries = side_of<In>(query, grad, query_inverse), keys = side_of<In>(key, value, key_inverse);
-  launcher.weighted_sum(keys, queries, pairs.swapped(), grad_value, nullptr);
-  launcher.gradient(keys, queries, pairs.swapped(), grad_key);
+  launcher.gradients(keys, queries, pairs.swapped(), grad_key, grad_value);
   launcher.gradient(queries, keys, pairs, grad_query);
 }
 
