@@ -49,9 +49,11 @@ from yoso_hf import ops
 assert ops.compiled_backends() == {"cpu"}
 sys.exit(pytest.main(sys.argv[1:]))
 """
-    files = [str(TESTS / name) for name in ("test_ops.py", "test_kernels.py", "test_local_window.py")]
-    leave_out = "not opcheck and not without_the_extension and not compile and not statistic"
-    run_emulated(emulated_kernels, code, *files, "-q", "-x", "-p", "no:cacheprovider", "-k", leave_out)
+    near = "test_local_window.py::test_kernels_are_as_accurate_as_the_reference"
+    tests = [str(TESTS / name) for name in ("test_ops.py", "test_kernels.py", near)]
+    # the last are codes of 16 bits by 70 functions, half a minute each; test_kernels.py has those bits too
+    leave_out = "not opcheck and not without_the_extension and not gradcheck and not shape3"
+    run_emulated(emulated_kernels, code, *tests, "-q", "-x", "-p", "no:cacheprovider", "-k", leave_out)
 
 
 @needs_emulator

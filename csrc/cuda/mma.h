@@ -32,8 +32,8 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
     for (int i = 0; i < 4; ++i)
       for (int k = 0; k < 16; ++k) {
         const int row = g + i / 2 * 8, column = 2 * t + i % 2;
-        const auto left = emulator::peer<MmaOperands<T>>(row % 8 * 4 + k % 8 / 2);
-        const auto right = emulator::peer<MmaOperands<T>>(column * 4 + k % 8 / 2);
+        const auto& left = emulator::peer<MmaOperands<T>>(row % 8 * 4 + k % 8 / 2);
+        const auto& right = emulator::peer<MmaOperands<T>>(column * 4 + k % 8 / 2);
         result.d[i] += static_cast<float>(left.a[k / 8 * 4 + row / 8 * 2 + k % 2]) *
                        static_cast<float>(right.b[k / 8 * 2 + k % 2]);
       }

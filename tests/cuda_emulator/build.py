@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 COMPILER = shutil.which("g++")
 # fast enough to run, and quick to compile; the target is setup.py's
-FLAGS = ["-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
+FLAGS = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
 FLAGS += ["-DYOSO_CUDA_KEY=CPU", "-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{HERE}"]
 
 

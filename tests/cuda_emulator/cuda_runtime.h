@@ -85,6 +85,11 @@ struct Warp {
 struct Thread {
   void* stack_pointer = nullptr;
   bool done = false;
+  // what it waits for, and the generation in which it began to
+  const Barrier* barrier = nullptr;
+  uint64_t generation = 0;
+
+  bool waits() const { return barrier != nullptr && barrier->generation == generation; }
 };
 
 struct Block {
@@ -130,13 +135,15 @@ inline void yield() {
 }
 
 inline void wait(Barrier& barrier, unsigned expected) {
-  const uint64_t generation = barrier.generation;
+  Thread& thread = block.threads[block.current];
+  thread.barrier = &barrier;
+  thread.generation = barrier.generation;
   block.progress = true;
   if (++barrier.arrived == expected) {
     barrier.arrived = 0;
     ++barrier.generation;
   } else {
-    while (barrier.generation == generation) yield();
+    yield();
   }
 }
 
@@ -150,12 +157,10 @@ inline void wait_warp(uint32_t mask) {
   wait(warp().barrier, std::popcount(mask & existing));
 }
 
-// Shows value to the lanes of the mask and gives f(slots), which may read theirs by peer<T>(lane).
+// Shows value to the lanes of the mask and gives f(), which may read theirs by peer<T>(lane).
 template <class T>
-T peer(unsigned lane) {
-  T value;
-  std::memcpy(&value, warp().slots[lane], sizeof(T));
-  return value;
+const T& peer(unsigned lane) {
+  return *reinterpret_cast<const T*>(warp().slots[lane]);
 }
 template <class T, class F>
 auto exchange(uint32_t mask, const T& value, const F& f) {
@@ -209,7 +214,7 @@ inline void run_block(size_t shared_bytes) {
     block.progress = false;
     for (unsigned step = 0; step < count; ++step) {
       const unsigned i = reverse() ? count - 1 - step : step;
-      if (block.threads[i].done) continue;
+      if (block.threads[i].done || block.threads[i].waits()) continue;
       block.current = i;
       threadIdx = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
       yoso_emulator_switch(&block.scheduler, block.threads[i].stack_pointer);
