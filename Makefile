@@ -1,4 +1,5 @@
 # quickstart, test, test-slow, lint, format, bench: each sets up .venv by itself when it is missing.
+# gpu-check builds, tests and measures on a GPU, with what $(PYTHON) has installed.
 # PYTHON and TORCH choose the interpreter and the torch to install: make TORCH=torch==2.11.0 PYTHON=python3.12 test
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ DEVICE ?= cpu
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 
-.PHONY: quickstart test test-slow lint format bench clean
+.PHONY: quickstart test test-slow lint format bench gpu-check clean
 
 quickstart: .venv/.ready
 	$(BIN)/python scripts/quickstart.py
@@ -35,6 +36,9 @@ bench: .venv/.ready
 	$(BIN)/python benchmarks/bench_models.py --device $(DEVICE)
 	$(BIN)/python benchmarks/plot_lengths.py benchmarks/results/attention-$(DEVICE).json \
 		benchmarks/results/models-$(DEVICE).json docs/results/lengths-$(DEVICE).png
+
+gpu-check:
+	$(PYTHON) tests/gpu_check.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info src/yoso_hf/*.so

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import setup
@@ -69,14 +70,19 @@ class BuildExtension(cpp_extension.BuildExtension):
         gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
         gencode.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
         includes = [f"-I{path}" for path in cpp_extension.include_paths()]
-        flags = ["-std=c++20", "-O3", "-lineinfo", "--threads=2", TORCH_TARGET, "-Xcompiler"]
+        flags = ["-std=c++20", "-O3", "-lineinfo", TORCH_TARGET, "-Xcompiler"]
         flags.append(f"-fPIC,-fvisibility=hidden,{PREFIX_MAP}")
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
-        for source in sources:
+
+        def compile_one(source: str) -> str:
             target = str(Path(self.build_temp) / (Path(source).stem + ".cuda.o"))
             command = [str(cuda / "bin" / "nvcc"), "-c", source, "-o", target, *flags, *gencode, *includes]
             subprocess.run(command, cwd=ROOT, check=True)
-            extension.extra_objects.append(target)
+            return target
+
+        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        with ThreadPoolExecutor(max_workers=jobs) as pool:
+            extension.extra_objects += pool.map(compile_one, sources)
         extension.library_dirs += [str(cuda / "lib64"), str(cuda / "targets" / "x86_64-linux" / "lib")]
         extension.extra_link_args += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
@@ -93,7 +99,7 @@ extension = cpp_extension.CppExtension(
     "yoso_hf._C",
     sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp")),
     include_dirs=[str(ROOT / "csrc")],
-    depends=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h")),
+    depends=sorted(str(path.relative_to(ROOT)) for suffix in ("h", "cu") for path in ROOT.glob(f"csrc/**/*.{suffix}")),
     extra_compile_args={"cxx": CXX_FLAGS},
     py_limited_api=True,
 )

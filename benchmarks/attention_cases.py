@@ -1,4 +1,4 @@
-"""Cases of one attention call, [1, heads, N, 64], of which the attention benchmarks compare some.
+"""Cases of one attention call, [batch, heads, N, 64], of which the attention benchmarks compare some.
 
 A case is verified at its full size, against the dense weights of a few queries in float64: the outputs of these
 queries, and the gradients of all of query, key and value where only these outputs have a gradient.
@@ -32,6 +32,7 @@ class AttentionCase(Case):
     hash_code_len: int = 9
     dtype: str = "float32"
     data: str = "random"
+    batch: int = 1
 
     # whether the outputs are scaled to length one
     unit_output = True
@@ -69,7 +70,7 @@ class AttentionCase(Case):
             self.out = self.attend(*self.inputs)
 
     def _random(self, length: int) -> Tensor:
-        return torch.randn(1, self.heads, length, HEAD_DIM, device=self.device)
+        return torch.randn(self.batch, self.heads, length, HEAD_DIM, device=self.device)
 
     def run(self) -> object:
         if self.task == "backward":
@@ -131,7 +132,7 @@ class TransformersYoso(ExactKernel):
     name = "transformers' Yoso"
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mask = query.new_ones(self.heads, self.length)
+        mask = query.new_ones(self.batch * self.heads, self.length)
         query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
         flat = [x.flatten(0, 1) for x in (query, key, value)]
         out = YosoCumulation.apply(mask, mask, *flat, {"hash_code_len": self.hash_code_len})

@@ -1,4 +1,4 @@
-// What the kernels of every backend share: checks, views of rows, dispatch on dtypes.
+// What the kernels of every backend share: views of rows, new outputs, dispatch on dtypes.
 // Shapes: B batch, H heads, N queries, M keys, D head_dim, Dv value columns, m hash functions.
 #pragma once
 
@@ -11,6 +11,12 @@
 #include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
+
+#ifdef __CUDACC__
+#define YOSO_HOST_DEVICE __host__ __device__
+#else
+#define YOSO_HOST_DEVICE
+#endif
 
 namespace yoso {
 
@@ -37,7 +43,7 @@ struct Rows {
   T* data;
   int64_t batch_stride, head_stride, row_stride;
 
-  T* at(int64_t batch, int64_t head, int64_t row) const {
+  YOSO_HOST_DEVICE T* at(int64_t batch, int64_t head, int64_t row) const {
     return data + batch * batch_stride + head * head_stride + row * row_stride;
   }
 };
@@ -63,42 +69,20 @@ inline Tensor empty_heads_last(const Tensor& like, int64_t B, int64_t H, int64_t
   return torch::stable::transpose(memory, 1, 2);
 }
 
+// float64 for float64 rows, else float32
+inline ScalarType length_dtype(const Tensor& rows) {
+  return rows.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// Uninitialised [B, H, N] for rows of out [B, H, N, D]; of shape [0] unless unit.
+inline Tensor empty_inverse_length(const Tensor& out, bool unit) {
+  if (!unit) return torch::stable::new_empty(out, {0}, length_dtype(out));
+  return torch::stable::new_empty(out, {out.size(0), out.size(1), out.size(2)}, length_dtype(out));
+}
+
 // codes of tau = 16 bits do not fit int16 beside the -1 of masked rows
 inline ScalarType code_dtype(int64_t hash_code_len) {
   return hash_code_len <= 15 ? ScalarType::Short : ScalarType::Int;
-}
-
-inline void check_hash_sizes(int64_t num_hash, int64_t hash_code_len) {
-  STD_TORCH_CHECK(num_hash >= 1, "num_hash must be at least 1, got ", num_hash);
-  STD_TORCH_CHECK(hash_code_len >= 1 && hash_code_len <= 16, "hash_code_len must be in 1..16, got ", hash_code_len);
-}
-
-// x must be [like's B, like's H, rows, *]
-inline void check_rows(const Tensor& x, const char* name, const Tensor& like, int64_t rows, ScalarType dtype) {
-  STD_TORCH_CHECK(x.dim() == 4 && x.size(0) == like.size(0) && x.size(1) == like.size(1) && x.size(2) == rows, name,
-                  " must have shape [", like.size(0), ", ", like.size(1), ", ", rows, ", *]");
-  STD_TORCH_CHECK(x.scalar_type() == dtype, name, " must have the dtype of the other inputs");
-}
-
-// codes must be contiguous [B, H, m, rows] of the dtype that hash_code_len asks for
-inline void check_codes(const Tensor& codes, const char* name, int64_t hash_code_len) {
-  STD_TORCH_CHECK(codes.dim() == 4 && codes.is_contiguous() && codes.size(2) >= 1, name,
-                  " must be contiguous with shape [B, H, num_hash, rows]");
-  STD_TORCH_CHECK(codes.scalar_type() == code_dtype(hash_code_len), name, " must be ",
-                  hash_code_len <= 15 ? "int16" : "int32", " for hash_code_len ", hash_code_len);
-}
-
-// the codes of sampled attention's queries and keys, against each other and value
-inline void check_all_codes(const Tensor& query_codes, const Tensor& key_codes, const Tensor& value,
-                            int64_t hash_code_len) {
-  check_hash_sizes(query_codes.size(2), hash_code_len);
-  check_codes(query_codes, "query_codes", hash_code_len);
-  check_codes(key_codes, "key_codes", hash_code_len);
-  STD_TORCH_CHECK(value.dim() == 4 && key_codes.size(3) == value.size(2), "key_codes must have a code for every value");
-  for (int64_t dim = 0; dim < 2; ++dim)
-    STD_TORCH_CHECK(query_codes.size(dim) == value.size(dim) && key_codes.size(dim) == value.size(dim),
-                    "codes and value must agree in batch and heads");
-  STD_TORCH_CHECK(query_codes.size(2) == key_codes.size(2), "query_codes and key_codes must agree in num_hash");
 }
 
 // Calls f with a value of x's element type.

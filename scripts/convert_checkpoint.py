@@ -47,6 +47,9 @@ class ConversionArguments:
         default=None, metadata={"help": "tau; default: 12, or 24 with use_expectation true; a YOSO model's own"}
     )
     num_hash: int | None = field(default=None, metadata={"help": "m; default: 64, a YOSO model's own"})
+    local_window: int | None = field(
+        default=None, metadata={"help": "tokens on either side whose weight is never sampled; default: 0"}
+    )
     use_expectation: str | None = field(
         default=None,
         metadata={
@@ -92,6 +95,7 @@ def main(argv: list[str] | None = None) -> None:
         position_method=args.position_method,
         hash_code_len=args.hash_code_len,
         num_hash=args.num_hash,
+        local_window=args.local_window,
         use_expectation={"true": True, "false": False}.get(args.use_expectation, args.use_expectation),
         tokenizer_name=args.tokenizer_name,
         texts=read_texts(args, "text_file"),

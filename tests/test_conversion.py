@@ -462,6 +462,7 @@ def test_comparison(kind, tokenizers, tmp_path):
         (POSITIONS, {"use_expectation": True}, True),
         # more than 11 tokens for each hash function: sampled at full length
         (100, {"num_hash": 8}, False),
+        (100, {"num_hash": 8, "local_window": 5}, False),
     ],
 )
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
@@ -477,6 +478,8 @@ def test_fitted_hash_code_len(kind, length, options, fitted_with, tokenizers, tm
     before, after = (YosoConfig.from_pretrained(tmp_path / name) for name in ("plain", "fitted"))
     model.config.yoso_normalization, model.config.yoso_similarity = "sum", before.similarity
     model.config.yoso_num_hash, model.config.yoso_use_expectation = before.num_hash, fitted_with
+    model.config.yoso_local_window = before.local_window
+    assert before.local_window == options.get("local_window", 0)
     batches = [tokenizer(text, truncation=True, max_length=POSITIONS, return_tensors="pt") for text in TEXTS[:3]]
     assert after.hash_code_len == fit_hash_code_len(model, batches).hash_code_len
     changed = before.to_diff_dict().keys() ^ after.to_diff_dict().keys()

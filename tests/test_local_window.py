@@ -6,8 +6,7 @@ import os
 import pytest
 import torch
 from test_attention import gradients, peak_memory
-from test_cpu_kernels import DTYPES as KERNEL_DTYPES
-from test_cpu_kernels import assert_as_accurate_as_pytorch, assert_same_bits_on_any_number_of_threads
+from test_kernels import assert_as_accurate_as_pytorch
 from test_ops import (  # noqa: F401
     DTYPES,
     assert_as_close_as_pytorch,
@@ -101,14 +100,6 @@ def test_masked_keys_may_hold_anything_and_get_no_gradient(dtype, implementation
         assert torch.equal(one, other)
     for gradient in got[2:]:
         assert gradient[masked].eq(0).all() and gradient[~masked].ne(0).any()
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
-@pytest.mark.parametrize("heads", [(1, 1), (1, 3), (2, 4)])
-def test_same_bits_whatever_the_number_of_threads(heads, dtype):
-    *tensors, codes = make_near((*heads, 517, 64, 40, 6, 6), dtype)
-    assert_same_bits_on_any_number_of_threads(lambda: outputs(ops, *tensors, codes, 6, 75))
 
 
 def test_views_and_expanded_gradients_give_what_copies_give():

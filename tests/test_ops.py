@@ -8,7 +8,9 @@ from torch.library import opcheck
 
 from yoso_hf import HashFunctions, ops, reference
 
-needs_kernels = pytest.mark.skipif("cpu" not in ops.compiled_backends(), reason="no compiled extension")
+# where the tests put their tensors, see conftest.py
+DEVICE = torch.get_default_device().type
+needs_kernels = pytest.mark.skipif(DEVICE not in ops.compiled_backends(), reason="no compiled extension")
 
 # B, H, N, M, D, Dv, num_hash, hash_code_len: odd sizes, single elements, a table larger than the rows, full buckets
 SHAPES = [
@@ -43,15 +45,19 @@ def make(shape, dtype, seed=0):
 
 
 def assert_as_close_as_pytorch(got, same_dtype, exact):
-    """The error against float64 is at most twice that of plain PyTorch in the same dtype."""
+    """The error against float64 is at most twice that of plain PyTorch in the same dtype.
+
+    The largest error; for 16-bit outputs that in root mean square: tensor cores take factors of 16 bits, so that a
+    result is a sum of many rounding errors beside its own, and the largest of some thousand is a matter of luck.
+    """
     for g, s, e in zip(got, same_dtype, exact, strict=True):
         assert g.dtype == s.dtype
         assert g.shape == s.shape
         if e.numel() == 0:
             continue
-        bound = 2 * (s.double() - e).abs().max() + 4 * torch.finfo(torch.float32).eps * e.abs().max()
-        error = (g.double() - e).abs().max()
-        assert error <= bound
+        size = torch.Tensor.norm if g.element_size() == 2 else lambda x: x.abs().max()
+        bound = 2 * size(s.double() - e) + 4 * torch.finfo(torch.float32).eps * size(e)
+        assert size(g.double() - e) <= bound
 
 
 def normalized(rows):

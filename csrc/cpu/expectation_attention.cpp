@@ -45,7 +45,7 @@ struct AllPairs {
 // the choice of backward matters to autograd only
 std::tuple<Tensor, Tensor> expectation_attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
                                                      int64_t hash_code_len, bool, bool unit) {
-  check_all_rows(query, key, value, hash_code_len);
+  check_exact(query, key, value, hash_code_len);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
   Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
   Tensor inverse_length = empty_inverse_length(out, unit);
@@ -61,7 +61,7 @@ std::tuple<Tensor, Tensor> expectation_attention_cpu(const Tensor& query, const 
 std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cpu(const Tensor& grad, const Tensor& query,
                                                                       const Tensor& key, const Tensor& value,
                                                                       int64_t hash_code_len, bool exact) {
-  check_all_rows(query, key, value, hash_code_len);
+  check_exact(query, key, value, hash_code_len);
   check_grad(grad, query, value);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
   Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));

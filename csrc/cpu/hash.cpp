@@ -183,28 +183,10 @@ void hash_rows(const Tensor& x, const Tensor& parameters, const bool* mask, bool
 
 Tensor hash_cpu(const Tensor& input, const Tensor& parameters, const std::optional<Tensor>& input_mask,
                 int64_t num_hash, int64_t hash_code_len, bool use_hadamard) {
-  check_hash_sizes(num_hash, hash_code_len);
-  STD_TORCH_CHECK(input.dim() == 4, "x must have shape [B, H, N, D]");
-  const int64_t B = input.size(0), H = input.size(1), N = input.size(2), D = input.size(3);
-  STD_TORCH_CHECK(parameters.dim() == 3 && parameters.size(0) == H && parameters.is_contiguous() &&
-                      parameters.scalar_type() == ScalarType::Float,
-                  "parameters must be contiguous float32 with one entry a head");
-  const int64_t size = parameters.size(2);
-  if (use_hadamard) {
-    STD_TORCH_CHECK(size >= D && (size & (size - 1)) == 0 && size > 0 &&
-                        parameters.size(1) == 2 + hash_code_len * ((num_hash + size - 1) / size),
-                    "parameters must have shape [H, 2 + hash_code_len * ceil(num_hash / P), P], P a power of two >= D");
-  } else {
-    STD_TORCH_CHECK(size == D && parameters.size(1) == hash_code_len * num_hash,
-                    "parameters must have shape [H, hash_code_len * num_hash, D]");
-  }
+  check_hash(input, parameters, input_mask, num_hash, hash_code_len, use_hadamard);
+  const int64_t B = input.size(0), H = input.size(1), N = input.size(2);
   std::optional<Tensor> mask;
-  if (input_mask.has_value()) {
-    STD_TORCH_CHECK(input_mask->dim() == 2 && input_mask->size(0) == B && input_mask->size(1) == N &&
-                        input_mask->scalar_type() == ScalarType::Bool,
-                    "mask must be bool with shape [B, N]");
-    mask = torch::stable::contiguous(*input_mask);
-  }
+  if (input_mask.has_value()) mask = torch::stable::contiguous(*input_mask);
   const bool* mask_data = mask.has_value() ? static_cast<const bool*>(mask->const_data_ptr()) : nullptr;
   const Tensor x = dense_rows(input);
   Tensor out = on_huge_pages(torch::stable::new_empty(x, {B, H, num_hash, N}, code_dtype(hash_code_len)));

@@ -107,15 +107,8 @@ struct NearPairs {
   }
 };
 
-NearPairs check_near(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& query_codes,
-                     const Tensor& key_codes, int64_t hash_code_len, int64_t window) {
-  check_all_rows(query, key, value, hash_code_len);
-  check_all_codes(query_codes, key_codes, value, hash_code_len);
-  const int64_t N = query.size(2);
-  STD_TORCH_CHECK(key.size(2) == N && query_codes.size(3) == N,
-                  "query, query_codes, key and value must agree in length, got ", N, ", ", query_codes.size(3), ", ",
-                  key.size(2));
-  STD_TORCH_CHECK(window >= 0, "window must be at least 0, got ", window);
+NearPairs near_pairs(const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len, int64_t window) {
+  const int64_t N = query_codes.size(3);
   const bool wide = query_codes.scalar_type() == ScalarType::Int;
   const uint32_t table_size = 1u << hash_code_len;
   // no two rows are further apart than N
@@ -129,7 +122,8 @@ NearPairs check_near(const Tensor& query, const Tensor& key, const Tensor& value
 
 Tensor local_attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& query_codes,
                            const Tensor& key_codes, int64_t hash_code_len, int64_t window) {
-  const NearPairs pairs = check_near(query, key, value, query_codes, key_codes, hash_code_len, window);
+  check_near(query, key, value, query_codes, key_codes, hash_code_len, window);
+  const NearPairs pairs = near_pairs(query_codes, key_codes, hash_code_len, window);
   Tensor out = on_huge_pages(empty_heads_last(value, value.size(0), value.size(1), value.size(2), value.size(3)));
   if (query.size(0) * query.size(1) * query.size(2) == 0) return out;
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
@@ -143,7 +137,8 @@ std::tuple<Tensor, Tensor, Tensor> local_attention_backward_cpu(const Tensor& gr
                                                                 const Tensor& key, const Tensor& value,
                                                                 const Tensor& query_codes, const Tensor& key_codes,
                                                                 int64_t hash_code_len, int64_t window) {
-  const NearPairs pairs = check_near(query, key, value, query_codes, key_codes, hash_code_len, window);
+  check_near(query, key, value, query_codes, key_codes, hash_code_len, window);
+  const NearPairs pairs = near_pairs(query_codes, key_codes, hash_code_len, window);
   check_grad(grad, query, value);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
   Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));

@@ -376,14 +376,7 @@ void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key
 std::tuple<Tensor, Tensor> sampled_attention_backward_cpu(const Tensor& grad, const Tensor& query, const Tensor& key,
                                                           const Tensor& value, const Tensor& query_codes,
                                                           const Tensor& key_codes, int64_t hash_code_len) {
-  check_all_codes(query_codes, key_codes, value, hash_code_len);
-  const ScalarType dtype = query.scalar_type();
-  check_rows(query, "query", value, query_codes.size(3), dtype);
-  check_rows(key, "key", value, value.size(2), dtype);
-  check_rows(grad, "grad", value, query_codes.size(3), dtype);
-  check_rows(value, "value", value, value.size(2), dtype);
-  STD_TORCH_CHECK(query.size(3) == key.size(3), "query and key must agree in head_dim");
-  STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
+  check_sampled_backward(grad, query, key, value, query_codes, key_codes, hash_code_len);
   const int64_t B = query.size(0), H = query.size(1), D = query.size(3);
   Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, query.size(2), D));
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, key.size(2), D));

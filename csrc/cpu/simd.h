@@ -1,7 +1,7 @@
 // What the CPU kernels are made of: vectors, the choice of instruction set, buffers, rows, small matrix products.
 #pragma once
 
-#include "../common.h"
+#include "../checks.h"
 #include "../cpu_capability.h"
 
 #include <algorithm>

@@ -264,19 +264,5 @@ void attention_backward(const Pairs& all_pairs, const Tensor& grad, const Tensor
     add_heads(0, B * H, true);
 }
 
-void check_all_rows(const Tensor& query, const Tensor& key, const Tensor& value, int64_t hash_code_len) {
-  // nothing is hashed: no code has to hold this many bits
-  STD_TORCH_CHECK(hash_code_len >= 1 && hash_code_len <= 32, "hash_code_len must be in 1..32, got ", hash_code_len);
-  STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4, "query and key must have shape [B, H, rows, D]");
-  check_rows(key, "key", query, key.size(2), query.scalar_type());
-  check_rows(value, "value", query, key.size(2), query.scalar_type());
-  STD_TORCH_CHECK(query.size(3) == key.size(3), "query and key must agree in head_dim");
-}
-
-void check_grad(const Tensor& grad, const Tensor& query, const Tensor& value) {
-  check_rows(grad, "grad", query, query.size(2), query.scalar_type());
-  STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
-}
-
 }  // namespace
 }  // namespace yoso

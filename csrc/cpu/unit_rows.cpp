@@ -7,10 +7,6 @@ namespace {
 // positions of one task: a position's rows of all heads are neighbours in memory
 constexpr int64_t kTaskPositions = 64;
 
-ScalarType length_dtype(const Tensor& rows) {
-  return rows.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
 // Calls f(Width, memory, batch, head, row) in parallel for the rows of x [B, H, N, D], in the order of memory; memory
 // holds `buffers` padded rows.
 template <class T, class F>
@@ -26,14 +22,9 @@ void for_rows(const Tensor& x, int64_t buffers, const F& f) {
 }
 
 Tensor unit_rows_backward_cpu(const Tensor& input_grad, const Tensor& input_unit, const Tensor& inverse_length) {
-  STD_TORCH_CHECK(input_unit.dim() == 4, "unit must have shape [B, H, N, D]");
+  check_unit_rows(input_grad, input_unit, inverse_length);
   const Tensor grad = dense_rows(input_grad), unit = dense_rows(input_unit);
   const int64_t B = unit.size(0), H = unit.size(1), N = unit.size(2), D = unit.size(3), columns = padded(D);
-  check_rows(grad, "grad", unit, N, unit.scalar_type());
-  STD_TORCH_CHECK(grad.size(3) == D, "grad and unit must agree in columns");
-  STD_TORCH_CHECK(inverse_length.is_contiguous() && inverse_length.numel() == B * H * N &&
-                      inverse_length.scalar_type() == length_dtype(unit),
-                  "inverse_length must be contiguous with shape [B, H, N], float64 for float64 rows, else float32");
   Tensor out = on_huge_pages(empty_heads_last(unit, B, H, N, D));
   dispatch_floating(unit, [&](auto element) {
     using In = decltype(element);
@@ -54,11 +45,6 @@ Tensor unit_rows_backward_cpu(const Tensor& input_grad, const Tensor& input_unit
 }
 
 }  // namespace
-
-Tensor empty_inverse_length(const Tensor& out, bool unit) {
-  if (!unit) return torch::stable::new_empty(out, {0}, length_dtype(out));
-  return torch::stable::new_empty(out, {out.size(0), out.size(1), out.size(2)}, length_dtype(out));
-}
 
 void scale_to_unit_rows(const Tensor& out, const Tensor& inverse_length) {
   const int64_t H = out.size(1), N = out.size(2), D = out.size(3), columns = padded(D);

@@ -131,7 +131,9 @@ def yoso_attention(
         # sums of small weights, which are divided by, leave the range of float16
         query, key, value = query.float(), key.float(), value.float()
     if normalization == "sum":
-        value = torch.cat([value, value.new_ones(*value.shape[:-1], 1)], dim=-1)
+        # the weights' sum is a column more; zeros before it keep rows aligned to 8 elements, as GPUs read them best
+        zeros = value.new_zeros(*value.shape[:-1], -(value.shape[3] + 1) % 8)
+        columns, value = value.shape[3], torch.cat([value, zeros, value.new_ones(*value.shape[:-1], 1)], dim=-1)
     unit = normalization == "l2"
     if expectation and key_mask is not None:
         # a zero value adds nothing, and a zero key gets no gradient
@@ -172,7 +174,7 @@ def yoso_attention(
             order += chosen
         out = torch.cat(outs, dim=1)[:, [order.index(head) for head in range(heads)]]
     if normalization == "sum":
-        out = _divide_by_last_column(out)
+        out = _divide(out[..., :columns], out[..., -1:])
     return out.to(out_dtype)
 
 
@@ -236,8 +238,7 @@ def _missing_length(x: Tensor, real: Tensor | None) -> Tensor:
     return torch.where(positive, missing, 1).sqrt() * positive
 
 
-def _divide_by_last_column(out: Tensor) -> Tensor:
-    out, total = out[..., :-1], out[..., -1:]
+def _divide(out: Tensor, total: Tensor) -> Tensor:
     positive = total > 0
     # two steps, because the gradient of a quotient that is masked afterwards would be 0 * inf
     return out * (positive / torch.where(positive, total, 1))

@@ -51,12 +51,13 @@ from .training import write_text
 REPORT_FILE = "conversion.json"
 POSITION_METHODS = ("tile", "interpolate")
 # what a softmax model's attention becomes unless the caller says otherwise. With 64 hash functions "auto" is exact
-# up to 704 tokens, so a text that the original could take gets no noise
+# up to 704 tokens, so a text that the original could take gets no noise; beyond, the window keeps near words from it
 SOFTMAX_ATTENTION = {
     "normalization": "sum",
     "similarity": "cosine",
     "hash_code_len": 12,
     "num_hash": 64,
+    "local_window": 128,
     "use_expectation": "auto",
 }
 # the same where nothing is ever sampled: closer to softmax, by a sharpness that hash codes have no room for
@@ -268,6 +269,7 @@ def convert_checkpoint(
     position_method: Literal["tile", "interpolate"] = "tile",
     hash_code_len: int | None = None,
     num_hash: int | None = None,
+    local_window: int | None = None,
     use_expectation: bool | Literal["auto"] | None = None,
     tokenizer_name: str | None = None,
     texts: Sequence[str] | None = None,
@@ -288,8 +290,8 @@ def convert_checkpoint(
         max_position_embeddings: longest sequence of the new model, >= 1; None: the original's.
         position_method: how the position table becomes longer. "tile" repeats it, as YOSO's authors do;
             "interpolate" stretches it linearly. A shorter one is cut.
-        hash_code_len, num_hash, use_expectation: of the new configuration, see YosoConfig. None: a YOSO model's
-            own; for a softmax model those in SOFTMAX_ATTENTION, with use_expectation=True in
+        hash_code_len, num_hash, local_window, use_expectation: of the new configuration, see YosoConfig. None: a
+            YOSO model's own; for a softmax model those in SOFTMAX_ATTENTION, with use_expectation=True in
             EXACT_SOFTMAX_ATTENTION.
         tokenizer_name: hub name or directory of the tokenizer; None: the source's, or none where it holds none, as
             a file of the authors.
@@ -304,7 +306,8 @@ def convert_checkpoint(
     Raises:
         ValueError: the source is of an architecture that Yoso cannot hold, lacks weights, or an argument is out of
             range; nothing has been written.
-        huggingface_hub.errors.StrictDataclassError: hash_code_len, num_hash or use_expectation is out of range.
+        huggingface_hub.errors.StrictDataclassError: hash_code_len, num_hash, local_window or use_expectation is out
+            of range.
     """
     output_dir = Path(output_dir)
     _check_output(output_dir, source, overwrite)
@@ -327,7 +330,12 @@ def convert_checkpoint(
 
     original = read.weights[read.mapped[_POSITION_TABLE]][read.position_offset :]
     length = max_position_embeddings or len(original)
-    chosen = {"hash_code_len": hash_code_len, "num_hash": num_hash, "use_expectation": use_expectation}
+    chosen = {
+        "hash_code_len": hash_code_len,
+        "num_hash": num_hash,
+        "local_window": local_window,
+        "use_expectation": use_expectation,
+    }
     attention = {}
     if read.is_softmax:
         attention = EXACT_SOFTMAX_ATTENTION if use_expectation is True else SOFTMAX_ATTENTION
@@ -461,7 +469,8 @@ def _fit(read: _Source, settings: dict[str, Any], length: int, batches: Iterable
     """Choose hash_code_len in settings, head by head, for texts of this length."""
     if read.model is None or not read.is_softmax:
         raise ValueError(f"fit_texts need a softmax model of transformers, got {read.architecture}")
-    attention = {name: settings[name] for name in ("normalization", "similarity", "num_hash", "use_expectation")}
+    shared = ("normalization", "similarity", "num_hash", "local_window", "use_expectation")
+    attention = {name: settings[name] for name in shared}
     if attention["use_expectation"] == "auto" and not exact_is_cheaper(length, length, settings["num_hash"]):
         # these texts are as short as the original's and would be exact, those of the new length will be sampled
         attention["use_expectation"] = False

@@ -1,0 +1,193 @@
+"""Attention and training on a GPU, and the table of what is asked of them there.
+
+    python benchmarks/bench_cuda.py
+    python benchmarks/bench_cuda.py --groups attention --lengths 4096 16384
+
+[16, 12, N, 64], bfloat16, m = 32, tau = 9. The groups:
+
+attention: beside torch's scaled_dot_product_attention with the fastest of its backends, from short to long;
+training: tokens a second and the largest batch of a base-size masked language model at 4096 tokens, bfloat16
+    autocast, forward, loss and backward, beside RoBERTa with scaled_dot_product_attention.
+"""
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from attention_cases import Softmax
+from bench_attention import BOTH, Sampled
+from harness import Case, WrongResult, argument_parser, compare, measure, print_table, write_results
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel, RobertaConfig, RobertaForMaskedLM
+
+from yoso_hf import YosoConfig, YosoForMaskedLM
+
+SHAPE = {"batch": 16, "dtype": "bfloat16"}
+# times as fast as softmax, by length: asked, aim
+ASKED = {
+    "forward": {4096: (1.3, 2.5), 16384: (5, 10), 65536: (20, 40)},
+    BOTH: {4096: (1, 2), 16384: (4, 8), 65536: (15, 30)},
+}
+# asked, aim for 16 times the length
+GROWTH = (18, 16)
+BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+TRAINING_LENGTH = 4096
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass
+class SoftmaxBackend(Softmax):
+    """scaled_dot_product_attention by one of torch's kernels."""
+
+    backend: str = "FLASH_ATTENTION"
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, self.backend)):
+            return F.scaled_dot_product_attention(query, key, value)
+
+    def works(self) -> bool:
+        """Whether the kernel is there for these inputs."""
+        self.setup()
+        try:
+            self.run()
+        except RuntimeError:
+            return False
+        finally:
+            del self.inputs, self.grad
+        return True
+
+
+def attention(args: argparse.Namespace) -> tuple[Rows, Rows]:
+    rows, table = [], []
+    for task, asked in ASKED.items():
+        ours = {}
+        for length in args.lengths:
+            peers = [SoftmaxBackend(args.device, task, length, **SHAPE, backend=name) for name in BACKENDS]
+            peers = [peer for peer in peers if peer.works()]
+            group = measure([Sampled(args.device, task, length, **SHAPE), *peers], args.repeats, args.seconds)
+            rows += group
+            ours[length] = group[0]["ms"]
+            if length in asked and peers:
+                fastest = min(row["times_the_first"] for row in group[1:])
+                name = f"{task}, N = {length}: times as fast as softmax"
+                table.append(compare(name, fastest, asked=asked[length][0], aim=asked[length][1]))
+        if {4096, 65536} <= ours.keys():
+            name = f"{task}: time at N = 65536 over 4096"
+            table.append(compare(name, ours[65536] / ours[4096], asked=GROWTH[0], aim=GROWTH[1]))
+    return rows, table
+
+
+@dataclass
+class Training(Case):
+    """Forward, loss and backward of a masked language model of base size, with random weights."""
+
+    batch: int
+
+    def build(self) -> PreTrainedModel:
+        raise NotImplementedError
+
+    def setup(self) -> None:
+        torch.manual_seed(0)
+        self.model = self.build().to(self.device).train()
+        self.ids = torch.randint(10, 50000, (self.batch, TRAINING_LENGTH), device=self.device)
+        masked = torch.rand(self.ids.shape, device=self.device) < 0.15
+        self.labels = self.ids.masked_fill(~masked, -100)
+
+    def run(self) -> Tensor:
+        self.model.zero_grad()
+        with torch.autocast(self.device, torch.bfloat16):
+            loss = self.model(input_ids=self.ids, labels=self.labels).loss
+        loss.backward()
+        return loss.detach()
+
+    def verify(self) -> None:
+        loss = self.run()
+        gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+        if not (loss.isfinite() and all(gradient.isfinite().all() for gradient in gradients)):
+            raise WrongResult("the loss or a gradient is not finite")
+
+    def fits(self) -> bool:
+        """Whether the GPU's memory is enough."""
+        try:
+            self.setup()
+            self.run()
+            torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            self.model = self.ids = self.labels = None
+            torch.cuda.empty_cache()
+        return True
+
+
+class YosoTraining(Training):
+    name = "yoso"
+
+    def build(self) -> PreTrainedModel:
+        sizes = {"vocab_size": 50265, "max_position_embeddings": TRAINING_LENGTH}
+        return YosoForMaskedLM(YosoConfig(**sizes, use_expectation=False, num_hash=32, hash_code_len=9))
+
+
+class SoftmaxTraining(Training):
+    name = "roberta (sdpa)"
+
+    def build(self) -> PreTrainedModel:
+        sizes = {"vocab_size": 50265, "max_position_embeddings": TRAINING_LENGTH + 2, "type_vocab_size": 1}
+        config = RobertaConfig(**sizes, attention_probs_dropout_prob=0.0)
+        return RobertaForMaskedLM._from_config(config, attn_implementation="sdpa")
+
+
+def largest_batch(kind: type[Training], device: str) -> int:
+    """The most sequences that a step can have, to within a sixteenth."""
+    fits, fails = 0, 1
+    while kind(device, fails).fits():
+        fits, fails = fails, 2 * fails
+    while fails - fits > max(1, fits // 16):
+        middle = (fits + fails) // 2
+        if kind(device, middle).fits():
+            fits = middle
+        else:
+            fails = middle
+    return fits
+
+
+def training(args: argparse.Namespace) -> tuple[Rows, Rows]:
+    kinds = (YosoTraining, SoftmaxTraining)
+    rows = measure([kind(args.device, args.batch) for kind in kinds], args.repeats, args.seconds)
+    for row, kind in zip(rows, kinds, strict=True):
+        row["tokens_per_second"] = 1e3 * args.batch * TRAINING_LENGTH / row["ms"]
+        row["largest_batch"] = largest_batch(kind, args.device)
+    ours, softmax = rows
+    speed = softmax["ms"] / ours["ms"]
+    batches = ours["largest_batch"] / softmax["largest_batch"]
+    return rows, [
+        compare("training step at 4096: times as fast as RoBERTa", speed, asked=1, aim=1.5),
+        compare("training step at 4096: largest batch over RoBERTa's", batches, asked=1, aim=2),
+    ]
+
+
+GROUPS = {group.__name__: group for group in (attention, training)}
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.set_defaults(device="cuda")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="of attention")
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a timed training step")
+    args = parser.parse_args()
+    rows, table = [], []
+    for name in args.groups:
+        group_rows, group_table = GROUPS[name](args)
+        rows += [{"group": name, **row} for row in group_rows]
+        table += group_table
+    print_table(table)
+    write_results(args, rows, table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+// What every backend asks of an operator's inputs, before it computes anything.
+#pragma once
+
+#include <optional>
+
+#include "common.h"
+
+namespace yoso {
+
+inline void check_hash_sizes(int64_t num_hash, int64_t hash_code_len) {
+  STD_TORCH_CHECK(num_hash >= 1, "num_hash must be at least 1, got ", num_hash);
+  STD_TORCH_CHECK(hash_code_len >= 1 && hash_code_len <= 16, "hash_code_len must be in 1..16, got ", hash_code_len);
+}
+
+// x must be [like's B, like's H, rows, *]
+inline void check_rows(const Tensor& x, const char* name, const Tensor& like, int64_t rows, ScalarType dtype) {
+  STD_TORCH_CHECK(x.dim() == 4 && x.size(0) == like.size(0) && x.size(1) == like.size(1) && x.size(2) == rows, name,
+                  " must have shape [", like.size(0), ", ", like.size(1), ", ", rows, ", *]");
+  STD_TORCH_CHECK(x.scalar_type() == dtype, name, " must have the dtype of the other inputs");
+}
+
+// codes must be contiguous [B, H, m, rows] of the dtype that hash_code_len asks for
+inline void check_codes(const Tensor& codes, const char* name, int64_t hash_code_len) {
+  STD_TORCH_CHECK(codes.dim() == 4 && codes.is_contiguous() && codes.size(2) >= 1, name,
+                  " must be contiguous with shape [B, H, num_hash, rows]");
+  STD_TORCH_CHECK(codes.scalar_type() == code_dtype(hash_code_len), name, " must be ",
+                  hash_code_len <= 15 ? "int16" : "int32", " for hash_code_len ", hash_code_len);
+}
+
+// the codes of sampled attention's queries and keys, against each other and value
+inline void check_all_codes(const Tensor& query_codes, const Tensor& key_codes, const Tensor& value,
+                            int64_t hash_code_len) {
+  check_hash_sizes(query_codes.size(2), hash_code_len);
+  check_codes(query_codes, "query_codes", hash_code_len);
+  check_codes(key_codes, "key_codes", hash_code_len);
+  STD_TORCH_CHECK(value.dim() == 4 && key_codes.size(3) == value.size(2), "key_codes must have a code for every value");
+  for (int64_t dim = 0; dim < 2; ++dim)
+    STD_TORCH_CHECK(query_codes.size(dim) == value.size(dim) && key_codes.size(dim) == value.size(dim),
+                    "codes and value must agree in batch and heads");
+  STD_TORCH_CHECK(query_codes.size(2) == key_codes.size(2), "query_codes and key_codes must agree in num_hash");
+}
+
+// x [B, H, N, D] to hash, with HashFunctions' parameters and a mask [B, N]
+inline void check_hash(const Tensor& x, const Tensor& parameters, const std::optional<Tensor>& mask, int64_t num_hash,
+                       int64_t hash_code_len, bool use_hadamard) {
+  check_hash_sizes(num_hash, hash_code_len);
+  STD_TORCH_CHECK(x.dim() == 4, "x must have shape [B, H, N, D]");
+  STD_TORCH_CHECK(parameters.dim() == 3 && parameters.size(0) == x.size(1) && parameters.is_contiguous() &&
+                      parameters.scalar_type() == ScalarType::Float,
+                  "parameters must be contiguous float32 with one entry a head");
+  const int64_t D = x.size(3), size = parameters.size(2);
+  if (use_hadamard) {
+    STD_TORCH_CHECK(size >= D && (size & (size - 1)) == 0 && size > 0 &&
+                        parameters.size(1) == 2 + hash_code_len * ((num_hash + size - 1) / size),
+                    "parameters must have shape [H, 2 + hash_code_len * ceil(num_hash / P), P], P a power of two >= D");
+  } else {
+    STD_TORCH_CHECK(size == D && parameters.size(1) == hash_code_len * num_hash,
+                    "parameters must have shape [H, hash_code_len * num_hash, D]");
+  }
+  if (mask.has_value())
+    STD_TORCH_CHECK(mask->dim() == 2 && mask->size(0) == x.size(0) && mask->size(1) == x.size(2) &&
+                        mask->scalar_type() == ScalarType::Bool,
+                    "mask must be bool with shape [B, N]");
+}
+
+// query, key and value of the attention operators that weigh pairs exactly
+inline void check_exact(const Tensor& query, const Tensor& key, const Tensor& value, int64_t hash_code_len) {
+  // nothing is hashed: no code has to hold this many bits
+  STD_TORCH_CHECK(hash_code_len >= 1 && hash_code_len <= 32, "hash_code_len must be in 1..32, got ", hash_code_len);
+  STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4, "query and key must have shape [B, H, rows, D]");
+  check_rows(key, "key", query, key.size(2), query.scalar_type());
+  check_rows(value, "value", query, key.size(2), query.scalar_type());
+  STD_TORCH_CHECK(query.size(3) == key.size(3), "query and key must agree in head_dim");
+}
+
+inline void check_grad(const Tensor& grad, const Tensor& query, const Tensor& value) {
+  check_rows(grad, "grad", query, query.size(2), query.scalar_type());
+  STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
+}
+
+inline void check_sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
+                                   const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len) {
+  check_all_codes(query_codes, key_codes, value, hash_code_len);
+  const ScalarType dtype = query.scalar_type();
+  check_rows(query, "query", value, query_codes.size(3), dtype);
+  check_rows(key, "key", value, value.size(2), dtype);
+  check_rows(grad, "grad", value, query_codes.size(3), dtype);
+  check_rows(value, "value", value, value.size(2), dtype);
+  STD_TORCH_CHECK(query.size(3) == key.size(3), "query and key must agree in head_dim");
+  STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
+}
+
+inline void check_near(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& query_codes,
+                       const Tensor& key_codes, int64_t hash_code_len, int64_t window) {
+  check_exact(query, key, value, hash_code_len);
+  check_all_codes(query_codes, key_codes, value, hash_code_len);
+  const int64_t N = query.size(2);
+  STD_TORCH_CHECK(key.size(2) == N && query_codes.size(3) == N,
+                  "query, query_codes, key and value must agree in length, got ", N, ", ", query_codes.size(3), ", ",
+                  key.size(2));
+  STD_TORCH_CHECK(window >= 0, "window must be at least 0, got ", window);
+}
+
+inline void check_unit_rows(const Tensor& grad, const Tensor& unit, const Tensor& inverse_length) {
+  STD_TORCH_CHECK(unit.dim() == 4, "unit must have shape [B, H, N, D]");
+  const int64_t B = unit.size(0), H = unit.size(1), N = unit.size(2);
+  check_rows(grad, "grad", unit, N, unit.scalar_type());
+  STD_TORCH_CHECK(grad.size(3) == unit.size(3), "grad and unit must agree in columns");
+  STD_TORCH_CHECK(inverse_length.is_contiguous() && inverse_length.numel() == B * H * N &&
+                      inverse_length.scalar_type() == length_dtype(unit),
+                  "inverse_length must be contiguous with shape [B, H, N], float64 for float64 rows, else float32");
+}
+
+}  // namespace yoso

@@ -1,0 +1,112 @@
+// What the CUDA kernels share: launching on the caller's stream and device, and small functions of a thread.
+// tests/cuda_emulator stands in for the CUDA runtime where the kernels are tested on a CPU.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include <dlfcn.h>
+
+#include <optional>
+#include <utility>
+
+#include "../checks.h"
+
+// the dispatch key of these kernels; the emulator's build sets CPU
+#ifndef YOSO_CUDA_KEY
+#define YOSO_CUDA_KEY CUDA
+#endif
+
+namespace yoso {
+
+constexpr int kWarp = 32;
+constexpr uint32_t kAllLanes = ~0u;
+// beyond this, a kernel must ask for its shared memory
+constexpr size_t kDefaultSharedBytes = size_t{48} << 10;
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  STD_TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
+}
+
+// The device of a tensor, made current as long as this lives, and torch's current stream on it.
+class Device {
+ public:
+  explicit Device(const Tensor& x) {
+#ifndef YOSO_CUDA_EMULATOR
+    guard_.emplace(x.get_device());
+    // torch's runtime and the one linked into this library each remember a device
+    check_cuda(cudaSetDevice(x.get_device()), "cudaSetDevice");
+    STD_TORCH_CHECK(current_stream()(x.get_device(), &stream_) == 0, "torch gave no CUDA stream");
+    device_ = x.get_device();
+#endif
+  }
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  cudaStream_t stream() const { return static_cast<cudaStream_t>(stream_); }
+  int64_t num_multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
+  // the most shared memory that a block may ask for
+  size_t shared_bytes() const { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+
+ private:
+  int attribute(cudaDeviceAttr which) const {
+    int value = 0;
+    check_cuda(cudaDeviceGetAttribute(&value, which, device_), "cudaDeviceGetAttribute");
+    return value;
+  }
+
+#ifndef YOSO_CUDA_EMULATOR
+  using CurrentStream = int32_t (*)(int32_t device, void** stream);
+  // From the library that torch has loaded: linking to it would keep this one from loading beside a torch without CUDA.
+  static CurrentStream current_stream() {
+    static const auto function = [] {
+      void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+      return library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
+    }();
+    STD_TORCH_CHECK(function != nullptr, "this torch has no CUDA");
+    return reinterpret_cast<CurrentStream>(function);
+  }
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+#endif
+
+  int device_ = 0;
+  void* stream_ = nullptr;
+};
+
+// Runs kernel(arguments...) on `blocks` blocks of `threads` threads; nothing where there are no blocks.
+template <class... Parameters, class... Arguments>
+void launch(const Device& device, void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
+            Arguments&&... arguments) {
+  if (blocks == 0) return;
+  STD_TORCH_CHECK(blocks <= INT32_MAX, "too many blocks for one launch: ", blocks);
+  if (shared_bytes > kDefaultSharedBytes)
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+               "shared memory");
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = device.stream();
+  check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(std::forward<Arguments>(arguments))...),
+             "launch");
+  check_cuda(cudaGetLastError(), "launch");
+}
+
+// The block's shared memory, whose size the launch gives: the only kind that kernels use.
+extern __shared__ __align__(16) unsigned char shared_memory_bytes[];
+template <class T>
+__device__ T* shared_memory() {
+  return reinterpret_cast<T*>(shared_memory_bytes);
+}
+
+constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
+constexpr int64_t round_up(int64_t x, int64_t y) { return divide_up(x, y) * y; }
+
+template <class T>
+__device__ __forceinline__ T warp_sum(T x) {
+#pragma unroll
+  for (int other = kWarp / 2; other > 0; other /= 2) x += __shfl_xor_sync(kAllLanes, x, other);
+  return x;
+}
+
+}  // namespace yoso

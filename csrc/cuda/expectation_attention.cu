@@ -1,0 +1,87 @@
+// The exact kernel p(x) = (1 - acos(x) / pi)^tau of all pairs.
+#include "tiled_attention.h"
+
+namespace yoso {
+namespace {
+
+struct AllPairs {
+  static constexpr size_t kScratchBytes = 0;
+  int tau;
+  bool exact;
+
+  AllPairs swapped() const { return *this; }
+  // no row is masked here
+  __device__ bool is_real(int64_t, int64_t) const { return true; }
+  __device__ Range near(int64_t, int64_t, int64_t count) const { return {0, count}; }
+
+  template <class Place, class T, int n>
+  __device__ __forceinline__ void weigh(const Place&, T (&cosine)[n][4]) const {
+    kernel_weights(cosine, tau);
+  }
+
+  // dp/dx, 0 where it diverges, or its lower bound (tau / 2) p
+  template <class Place, class T, int n>
+  __device__ __forceinline__ void slopes(const Place& place, T (&cosine)[n][4], T (&products)[n][4]) const {
+    if (!exact) {
+      weigh(place, cosine);
+#pragma unroll
+      for (int i = 0; i < n * 4; ++i) products[i / 4][i % 4] *= cosine[i / 4][i % 4] * (tau / T{2});
+      return;
+    }
+    T base[n][4];
+#pragma unroll
+    for (int i = 0; i < n * 4; ++i) {
+      base[i / 4][i % 4] = angle_complement(cosine[i / 4][i % 4]);
+      products[i / 4][i % 4] *= inverse_sine(cosine[i / 4][i % 4]) * (tau / static_cast<T>(3.14159265358979323846));
+      cosine[i / 4][i % 4] = base[i / 4][i % 4];
+    }
+    power(cosine, tau - 1);
+#pragma unroll
+    for (int i = 0; i < n * 4; ++i) {
+      products[i / 4][i % 4] *= cosine[i / 4][i % 4];
+      cosine[i / 4][i % 4] *= base[i / 4][i % 4];
+    }
+  }
+};
+
+// the choice of backward matters to autograd only
+std::tuple<Tensor, Tensor> expectation_attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                      int64_t hash_code_len, bool, bool unit) {
+  check_exact(query, key, value, hash_code_len);
+  const Device device(value);
+  Tensor out = empty_heads_last(value, query.size(0), query.size(1), query.size(2), value.size(3));
+  Tensor inverse_length = empty_inverse_length(out, unit);
+  const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
+  dispatch_floating(query, [&](auto element) {
+    attention_forward<decltype(element)>(device, AllPairs{static_cast<int>(hash_code_len), false}, rows[0], rows[1],
+                                         rows[2], unit, out, inverse_length);
+  });
+  return {out, inverse_length};
+}
+
+std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cuda(const Tensor& grad, const Tensor& query,
+                                                                       const Tensor& key, const Tensor& value,
+                                                                       int64_t hash_code_len, bool exact) {
+  check_exact(query, key, value, hash_code_len);
+  check_grad(grad, query, value);
+  const Device device(value);
+  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
+  Tensor grad_query = empty_heads_last(query, B, H, N, query.size(3));
+  Tensor grad_key = empty_heads_last(key, B, H, M, key.size(3));
+  Tensor grad_value = empty_heads_last(value, B, H, M, value.size(3));
+  const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
+  dispatch_floating(query, [&](auto element) {
+    attention_backward<decltype(element)>(device, AllPairs{static_cast<int>(hash_code_len), exact}, rows[0], rows[1],
+                                          rows[2], rows[3], grad_query, grad_key, grad_value);
+  });
+  return {grad_query, grad_key, grad_value};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(yoso_hf, YOSO_CUDA_KEY, m) {
+  m.impl("expectation_attention", TORCH_BOX(&expectation_attention_cuda));
+  m.impl("expectation_attention_backward", TORCH_BOX(&expectation_attention_backward_cuda));
+}
+
+}  // namespace yoso

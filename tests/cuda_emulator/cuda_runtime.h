@@ -1,0 +1,361 @@
+// The part of CUDA's runtime that csrc/cuda uses, on the CPU, so that the kernels can be tested where there is no GPU.
+// Blocks run one after the other, a block's threads as coroutines on one core: each runs until it waits for others.
+// Shared memory is NaN before a block starts; writing past it, and a barrier that not all reach, ends the process.
+// YOSO_EMULATOR_ORDER=reverse runs blocks and threads from the last to the first: results that differ are a race.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#define YOSO_CUDA_EMULATOR
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __shared__
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(8) int2 {
+  int32_t x, y;
+};
+struct alignas(16) int4 {
+  int32_t x, y, z, w;
+};
+struct alignas(16) double2 {
+  double x, y;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline int2 make_int2(int32_t x, int32_t y) { return {x, y}; }
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+constexpr int warpSize = 32;
+
+namespace emulator {
+
+constexpr size_t kStackBytes = size_t{256} << 10, kSharedBytes = size_t{227} << 10, kCanaryBytes = 4096;
+constexpr unsigned char kPoison = 0xFF;
+
+[[noreturn]] inline void fail(const char* what) {
+  std::fprintf(stderr, "CUDA emulator: %s (block %u %u %u, thread %u %u %u)\n", what, blockIdx.x, blockIdx.y,
+               blockIdx.z, threadIdx.x, threadIdx.y, threadIdx.z);
+  std::abort();
+}
+
+// A barrier of some threads: whoever comes last opens it.
+struct Barrier {
+  unsigned arrived = 0;
+  uint64_t generation = 0;
+};
+
+struct Warp {
+  Barrier barrier;
+  unsigned alive = 0;
+  // what each lane shows the others
+  alignas(64) unsigned char slots[32][64];
+};
+
+struct Thread {
+  void* stack_pointer = nullptr;
+  bool done = false;
+  // what it waits for, and the generation in which it began to
+  const Barrier* barrier = nullptr;
+  uint64_t generation = 0;
+
+  bool waits() const { return barrier != nullptr && barrier->generation == generation; }
+};
+
+struct Block {
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  Barrier barrier;
+  unsigned alive = 0, current = 0;
+  // whether anything happened since the scheduler last looked
+  bool progress = false;
+  std::function<void()> body;
+  void* scheduler = nullptr;
+};
+inline Block block;
+inline std::vector<unsigned char> stacks;
+
+// Saves the registers that a call preserves on the stack, and takes up another stack.
+extern "C" void yoso_emulator_switch(void** save, void* load);
+#ifdef YOSO_EMULATOR_MAIN
+asm(R"(
+.text
+.globl yoso_emulator_switch
+yoso_emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+#endif
+
+inline void yield() {
+  yoso_emulator_switch(&block.threads[block.current].stack_pointer, block.scheduler);
+}
+
+inline void wait(Barrier& barrier, unsigned expected) {
+  Thread& thread = block.threads[block.current];
+  thread.barrier = &barrier;
+  thread.generation = barrier.generation;
+  block.progress = true;
+  if (++barrier.arrived == expected) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  } else {
+    yield();
+  }
+}
+
+inline unsigned lane() { return block.current % 32; }
+inline Warp& warp() { return block.warps[block.current / 32]; }
+
+inline void wait_warp(uint32_t mask) {
+  if ((mask >> lane() & 1) == 0) fail("a thread that is not in the mask");
+  const unsigned warp_threads = std::min<size_t>(32, block.threads.size() - block.current / 32 * 32);
+  const uint32_t existing = warp_threads == 32 ? ~0u : (1u << warp_threads) - 1;
+  wait(warp().barrier, std::popcount(mask & existing));
+}
+
+// Shows value to the lanes of the mask and gives f(), which may read theirs by peer<T>(lane).
+template <class T>
+const T& peer(unsigned lane) {
+  return *reinterpret_cast<const T*>(warp().slots[lane]);
+}
+template <class T, class F>
+auto exchange(uint32_t mask, const T& value, const F& f) {
+  static_assert(sizeof(T) <= 64);
+  std::memcpy(warp().slots[lane()], &value, sizeof(T));
+  wait_warp(mask);
+  const auto result = f();
+  wait_warp(mask);
+  return result;
+}
+
+inline void thread_main() {
+  block.body();
+  Thread& thread = block.threads[block.current];
+  thread.done = true;
+  block.progress = true;
+  --block.alive;
+  // threads that ended do not hold up the others
+  if (block.alive > 0 && block.barrier.arrived == block.alive) {
+    block.barrier.arrived = 0;
+    ++block.barrier.generation;
+  }
+  yield();
+  fail("a thread that ended was woken");
+}
+
+inline bool reverse() {
+  const char* order = std::getenv("YOSO_EMULATOR_ORDER");
+  return order != nullptr && std::strcmp(order, "reverse") == 0;
+}
+
+// defined with the shared memory
+unsigned char* shared_memory();
+
+inline void run_block(size_t shared_bytes) {
+  const unsigned count = blockDim.x * blockDim.y * blockDim.z;
+  block.threads.assign(count, {});
+  block.warps.assign((count + 31) / 32, {});
+  block.barrier = {};
+  block.alive = count;
+  if (stacks.size() < count * kStackBytes) stacks.resize(count * kStackBytes);
+  for (unsigned i = 0; i < count; ++i) {
+    // the function that is returned to, below an address of its own; the stack is aligned as after a call
+    auto* top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(&stacks[(i + 1) * kStackBytes - 1]) & ~uintptr_t{63}) - 64);
+    *--top = nullptr;
+    *--top = reinterpret_cast<void*>(&thread_main);
+    block.threads[i].stack_pointer = top - 6;
+  }
+  std::memset(shared_memory(), kPoison, shared_bytes + kCanaryBytes);
+  while (block.alive > 0) {
+    block.progress = false;
+    for (unsigned step = 0; step < count; ++step) {
+      const unsigned i = reverse() ? count - 1 - step : step;
+      if (block.threads[i].done || block.threads[i].waits()) continue;
+      block.current = i;
+      threadIdx = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
+      yoso_emulator_switch(&block.scheduler, block.threads[i].stack_pointer);
+    }
+    if (!block.progress) fail("a barrier that not all threads reach");
+  }
+  for (size_t i = 0; i < kCanaryBytes; ++i)
+    if (shared_memory()[shared_bytes + i] != kPoison) fail("a write past the shared memory");
+}
+
+}  // namespace emulator
+
+inline void __syncthreads() { emulator::wait(emulator::block.barrier, emulator::block.alive); }
+inline int __syncthreads_or(int predicate) {
+  // votes of this barrier and of the one after it, which may already be under way
+  static uint64_t generation[2] = {~uint64_t{0}, ~uint64_t{0}};
+  static int votes[2];
+  const uint64_t mine = emulator::block.barrier.generation;
+  if (generation[mine % 2] != mine) {
+    generation[mine % 2] = mine;
+    votes[mine % 2] = 0;
+  }
+  votes[mine % 2] |= predicate;
+  __syncthreads();
+  const int result = votes[mine % 2];
+  __syncthreads();
+  return result;
+}
+inline void __syncwarp(uint32_t mask = ~0u) { emulator::wait_warp(mask); }
+
+template <class T>
+T __shfl_sync(uint32_t mask, T value, int source, int width = 32) {
+  const int lane = emulator::lane();
+  return emulator::exchange(mask, value, [=] { return emulator::peer<T>(lane / width * width + source % width); });
+}
+template <class T>
+T __shfl_xor_sync(uint32_t mask, T value, int other, int width = 32) {
+  const int lane = emulator::lane();
+  const int source = (lane ^ other) / width == lane / width ? lane ^ other : lane;
+  return emulator::exchange(mask, value, [=] { return emulator::peer<T>(source); });
+}
+template <class T>
+T __shfl_up_sync(uint32_t mask, T value, unsigned delta, int width = 32) {
+  const int lane = emulator::lane();
+  const int source = lane % width >= static_cast<int>(delta) ? lane - delta : lane;
+  return emulator::exchange(mask, value, [=] { return emulator::peer<T>(source); });
+}
+template <class T>
+T __shfl_down_sync(uint32_t mask, T value, unsigned delta, int width = 32) {
+  const int lane = emulator::lane();
+  const int source = lane % width + static_cast<int>(delta) < width ? lane + delta : lane;
+  return emulator::exchange(mask, value, [=] { return emulator::peer<T>(source); });
+}
+inline uint32_t __ballot_sync(uint32_t mask, int predicate) {
+  return emulator::exchange(mask, predicate, [=] {
+    uint32_t result = 0;
+    for (unsigned lane = 0; lane < 32; ++lane)
+      if ((mask >> lane & 1) && emulator::peer<int>(lane) != 0) result |= 1u << lane;
+    return result;
+  });
+}
+inline int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
+template <class T>
+uint32_t __match_any_sync(uint32_t mask, T value) {
+  return emulator::exchange(mask, value, [=] {
+    uint32_t result = 0;
+    for (unsigned lane = 0; lane < 32; ++lane)
+      if ((mask >> lane & 1) && emulator::peer<T>(lane) == value) result |= 1u << lane;
+    return result;
+  });
+}
+
+using std::max;
+using std::min;
+inline int __popc(uint32_t x) { return std::popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return std::countl_zero(static_cast<uint32_t>(x)); }
+inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
+inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
+inline float __frcp_rn(float x) { return 1 / x; }
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+inline double rsqrt(double x) { return 1 / std::sqrt(x); }
+template <class T>
+T __ldg(const T* x) {
+  return *x;
+}
+template <class T>
+T __ldcg(const T* x) {
+  return *x;
+}
+template <class T>
+T atomicAdd(T* x, T value) {
+  const T old = *x;
+  *x = old + value;
+  return old;
+}
+
+// The runtime's functions.
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 4 : static_cast<int>(emulator::kSharedBytes);
+  return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  std::memset(memory, value, bytes);
+  return cudaSuccess;
+}
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+  void* attrs = nullptr;
+  unsigned numAttrs = 0;
+};
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  gridDim = config->gridDim;
+  blockDim = config->blockDim;
+  if (config->dynamicSmemBytes > emulator::kSharedBytes) emulator::fail("more shared memory than a block may have");
+  if (blockDim.x * blockDim.y * blockDim.z > 1024) emulator::fail("more threads than a block may have");
+  if (gridDim.y > 65535 || gridDim.z > 65535) emulator::fail("more blocks than a dimension may have");
+  emulator::block.body = [&] { kernel(static_cast<Parameters>(arguments)...); };
+  const uint64_t blocks = uint64_t{gridDim.x} * gridDim.y * gridDim.z;
+  for (uint64_t step = 0; step < blocks; ++step) {
+    const uint64_t i = emulator::reverse() ? blocks - 1 - step : step;
+    blockIdx = {static_cast<unsigned>(i % gridDim.x), static_cast<unsigned>(i / gridDim.x % gridDim.y),
+                static_cast<unsigned>(i / gridDim.x / gridDim.y)};
+    emulator::run_block(config->dynamicSmemBytes);
+  }
+  return cudaSuccess;
+}

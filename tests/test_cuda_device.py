@@ -1,0 +1,118 @@
+"""What only a GPU can show: streams, graphs, devices, sizes, and the same results as on the CPU."""
+
+import pytest
+import torch
+from test_kernels import Inputs
+
+from yoso_hf import HashFunctions, YosoConfig, YosoForMaskedLM, ops, yoso_attention
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or "cuda" not in ops.compiled_backends(), reason="no GPU, or no kernels for it"
+)
+
+
+def tensors(B, H, N, D=64, dtype=torch.bfloat16, device="cuda"):
+    torch.manual_seed(0)
+    return [torch.randn(B, H, N, D, device=device).to(dtype) for _ in range(3)]
+
+
+def step(query, key, value, **options):
+    """The output and the three gradients."""
+    inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+    out = yoso_attention(*inputs, **options)
+    return out, *torch.autograd.grad(out.float().square().sum(), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_codes_and_results_as_on_the_cpu(dtype):
+    with torch.device("cpu"):
+        inputs = Inputs("random", (2, 3, 401, 353, 64, 64, 8, 7), dtype)
+    functions = inputs.functions[0]
+    moved = HashFunctions(functions.parameters.cuda(), 64, 8, 7)
+    differing = (moved.codes(inputs.query.cuda()).cpu() != inputs.codes[0]).double().mean()
+    # a projection within rounding of zero may fall on either side
+    assert differing < 1e-4
+    on_cpu = inputs.sampled(ops, dtype)
+    for name in ("grad", "query", "key", "value"):
+        setattr(inputs, name, getattr(inputs, name).cuda())
+    inputs.codes = [codes.cuda() for codes in inputs.codes]
+    for gpu, cpu in zip(inputs.sampled(ops, dtype), on_cpu, strict=True):
+        torch.testing.assert_close(gpu.cpu().float(), cpu.float(), rtol=2e-2, atol=2e-2 * cpu.abs().max().item())
+
+
+def test_work_is_on_the_current_stream():
+    query, key, value = tensors(1, 2, 4096)
+    expected = step(query, key, value, hash_functions=(functions := HashFunctions.sample(2, 64, 8, 9, device="cuda")))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        # the inputs are ready long after the kernels are asked for
+        torch.cuda._sleep(100_000_000)
+        late = [x.clone() for x in (query, key, value)]
+        results = step(*late, hash_functions=functions)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+
+
+def test_a_graph_replays_forward_and_backward():
+    inputs = tensors(1, 2, 1000)
+    functions = HashFunctions.sample(2, 64, 8, 9, device="cuda")
+    step(*inputs, hash_functions=functions)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(*inputs, hash_functions=functions)
+    for x in inputs:
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    for one, other in zip(results, step(*inputs, hash_functions=functions), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_another_device_than_the_current_one():
+    inputs = tensors(1, 2, 500)
+    functions = HashFunctions.sample(2, 64, 8, 9, device="cuda")
+    expected = step(*inputs, hash_functions=functions)
+    there = HashFunctions(functions.parameters.to("cuda:1"), 64, 8, 9)
+    results = step(*(x.to("cuda:1") for x in inputs), hash_functions=there)
+    assert torch.cuda.current_device() == 0
+    for one, other in zip(results, expected, strict=True):
+        assert one.device == torch.device("cuda:1")
+        assert torch.equal(one.to("cuda:0"), other)
+
+
+@pytest.mark.parametrize(("B", "H", "N"), [(1, 1, 2**20), (70000, 1, 5), (1, 2, 131_071)])
+def test_sizes_that_leave_32_bits_or_a_grid_dimension(B, H, N):
+    """Against the same rows, alone."""
+    query, key, value = tensors(B, H, N)
+    functions = HashFunctions.sample(H, 64, 4, 9, device="cuda")
+    results = step(query, key, value, hash_functions=functions)
+    assert all(x.isfinite().all() for x in results)
+    some = slice(N // 2, N // 2 + 7)
+    alone = yoso_attention(query[-1:, :, some], key[-1:], value[-1:], hash_functions=functions)
+    torch.testing.assert_close(results[0][-1:, :, some], alone)
+
+
+def test_a_model_trains_under_autocast_compile_and_checkpointing():
+    sizes = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256}
+    config = YosoConfig(**sizes, vocab_size=100, max_position_embeddings=600, use_expectation=False)
+    torch.manual_seed(0)
+    model = YosoForMaskedLM(config).cuda().train()
+    ids = torch.randint(3, 100, (2, 600), device="cuda")
+
+    def gradients(model):
+        model.zero_grad()
+        torch.manual_seed(1)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return [loss.detach(), *(x.grad.clone() for x in model.parameters() if x.grad is not None)]
+
+    plain = gradients(model)
+    assert all(x.isfinite().all() for x in plain)
+    model.gradient_checkpointing_enable()
+    for one, other in zip(gradients(model), plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+    model.gradient_checkpointing_disable()
+    compiled = gradients(torch.compile(model.eval()))
+    for one, other in zip(compiled, gradients(model.eval()), strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-3)

@@ -1,0 +1,98 @@
+"""The CUDA kernels where there is no GPU: compiled by nvcc, and run on the CPU by cuda_emulator/.
+
+Where there is one, `make gpu-check` runs the tests of the kernels themselves on it.
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_emulator import build as emulator
+from test_build import build, copy_sources
+
+TESTS = Path(__file__).parent
+needs_emulator = pytest.mark.skipif(
+    emulator.COMPILER is None or platform.machine() != "x86_64", reason="the emulator needs g++ and x86-64"
+)
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
+
+
+@pytest.fixture(scope="module")
+def emulated_kernels(tmp_path_factory):
+    target = tmp_path_factory.mktemp("emulator") / "kernels.so"
+    emulator.build(target)
+    return target
+
+
+def run_emulated(kernels: Path, code: str, *arguments: str, order: str = "forward") -> None:
+    """Run code in a process whose operators for the CPU are the emulated CUDA kernels."""
+    prologue = f"import sys, torch\ntorch.ops.load_library({str(kernels)!r})\n"
+    # the installed kernels stay out; one thread: a block's threads share a core
+    environment = {**os.environ, "YOSO_REFERENCE": "1", "YOSO_EMULATOR_ORDER": order, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", prologue + code, *arguments]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-5000:]
+
+
+@needs_emulator
+def test_emulated_kernels_pass_the_tests_of_the_kernels(emulated_kernels):
+    code = """
+import pytest
+from yoso_hf import ops
+assert ops.compiled_backends() == {"cpu"}
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+    near = "test_local_window.py::test_kernels_are_as_accurate_as_the_reference"
+    tests = [str(TESTS / name) for name in ("test_ops.py", "test_kernels.py", near)]
+    # the last are codes of 16 bits by 70 functions, half a minute each; test_kernels.py has those bits too
+    leave_out = "not opcheck and not without_the_extension and not gradcheck and not shape3"
+    run_emulated(emulated_kernels, code, *tests, "-q", "-x", "-p", "no:cacheprovider", "-k", leave_out)
+
+
+@needs_emulator
+def test_results_do_not_depend_on_the_order_of_threads_and_blocks(emulated_kernels, tmp_path):
+    """The same bits: nothing is read before it is written, and no sum is in an order of chance."""
+    code = """
+from test_kernels import Inputs
+from test_local_window import make_near, outputs
+from yoso_hf import ops
+
+results = []
+for dtype in (torch.float32, torch.bfloat16):
+    for data, tau in (("random", 6), ("mixed", 6), ("random", 13)):
+        inputs = Inputs(data, (1, 2, 333, 301, 64, 64, 4, tau), dtype)
+        results += [*inputs.hashes(ops, dtype), *inputs.sampled(ops, dtype)]
+    results += inputs.expectation(ops, dtype)
+    *tensors, codes = make_near((1, 2, 130, 64, 40, 6, 6), dtype)
+    results += outputs(ops, *tensors, codes, 6, 40)
+torch.save(results, sys.argv[1])
+"""
+    forward, reverse = tmp_path / "forward.pt", tmp_path / "reverse.pt"
+    run_emulated(emulated_kernels, code, str(forward))
+    run_emulated(emulated_kernels, code, str(reverse), order="reverse")
+    for one, other in zip(torch.load(forward), torch.load(reverse), strict=True):
+        assert torch.equal(one, other)
+
+
+@needs_nvcc
+def test_kernels_compile_without_spills_link_and_load_beside_a_torch_without_cuda(tmp_path):
+    root = copy_sources(tmp_path)
+    shutil.rmtree(root / "csrc" / "cpu")
+    log = build(root, YOSO_CUDA="1", YOSO_CUDA_ARCHS="90", NVCC_APPEND_FLAGS="-Xptxas -v")
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    names = re.findall(r"Compiling entry function '(\w+)' for", log)
+    assert len(spills) == len(names) > 50
+    # float64 is there to be right
+    hot = {name: numbers for name, numbers in zip(names, spills, strict=True) if "IdE" not in name}
+    assert {name: numbers for name, numbers in hot.items() if set(numbers) != {"0"}} == {}
+    code = "from yoso_hf import ops; print(sorted(ops.compiled_backends()))"
+    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout == "['cuda']\n"
