@@ -22,9 +22,12 @@ import bench_hash  # noqa: E402
 import bench_models  # noqa: E402
 import bench_sampled_attention  # noqa: E402
 import harness  # noqa: E402
+import softmax_peer  # noqa: E402
 from attention_cases import Softmax, TransformersYoso  # noqa: E402
 
+import yoso_hf  # noqa: E402
 from yoso_hf import modeling_yoso  # noqa: E402
+from yoso_hf.conversion import convert_checkpoint  # noqa: E402
 
 BOTH = "forward and backward"
 needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from /proc")
@@ -377,3 +380,18 @@ def test_embeddings_are_compared_with_those_of_softmax(tmp_path, run_here):
     assert {(row["length"], row["setting"]) for row in result["rows"] if "ms" in row} == {
         (length, setting) for length in (10, 100) for setting in settings
     }
+
+
+def test_softmax_peer_is_the_original_at_its_length_and_longer(tmp_path):
+    save_small_bert(tmp_path / "bert", ["Of all the words that a text holds, the model sees some masked."])
+    original = transformers.BertModel.from_pretrained(tmp_path / "bert").eval()
+    length = original.config.max_position_embeddings
+    convert_checkpoint(tmp_path / "bert", tmp_path / "yoso", max_position_embeddings=2 * length)
+    softmax_peer.main(str(tmp_path / "yoso"), str(tmp_path / "peer"))
+    peer = transformers.BertForMaskedLM.from_pretrained(tmp_path / "peer").eval()
+    ids = torch.randint(5, original.config.vocab_size, (1, 2 * length))
+    with torch.no_grad():
+        torch.testing.assert_close(peer.bert(ids[:, :length])[0], original(ids[:, :length])[0])
+        assert peer(ids).logits.shape == (1, 2 * length, original.config.vocab_size)
+    yoso = yoso_hf.YosoForMaskedLM.from_pretrained(tmp_path / "yoso")
+    assert torch.equal(peer.cls.predictions.transform.dense.weight, yoso.cls.predictions.transform.dense.weight)

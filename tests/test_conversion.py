@@ -338,7 +338,12 @@ def test_settings_are_carried_over(tokenizers, tmp_path):
 
     convert_checkpoint(tmp_path / "original", tmp_path / "default")
     config = YosoConfig.from_pretrained(tmp_path / "default")
-    assert (config.hash_code_len, config.num_hash, config.use_expectation) == (12, 64, "auto")
+    assert (config.hash_code_len, config.num_hash, config.local_window, config.use_expectation) == (
+        12,
+        64,
+        128,
+        "auto",
+    )
     convert_checkpoint(tmp_path / "original", tmp_path / "exact", use_expectation=True)
     config = YosoConfig.from_pretrained(tmp_path / "exact")
     assert (config.normalization, config.similarity, config.hash_code_len) == ("sum", "dot_product", [[24] * 4] * 2)
@@ -479,7 +484,7 @@ def test_fitted_hash_code_len(kind, length, options, fitted_with, tokenizers, tm
     model.config.yoso_normalization, model.config.yoso_similarity = "sum", before.similarity
     model.config.yoso_num_hash, model.config.yoso_use_expectation = before.num_hash, fitted_with
     model.config.yoso_local_window = before.local_window
-    assert before.local_window == options.get("local_window", 0)
+    assert before.local_window == options.get("local_window", 128)
     batches = [tokenizer(text, truncation=True, max_length=POSITIONS, return_tensors="pt") for text in TEXTS[:3]]
     assert after.hash_code_len == fit_hash_code_len(model, batches).hash_code_len
     changed = before.to_diff_dict().keys() ^ after.to_diff_dict().keys()

@@ -675,7 +675,7 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
 // add_buckets_kernel on tensor cores, where rows have up to kColumns columns, a multiple of 8, and are aligned to 16
 // bytes.
 template <class In, int kColumns>
-__global__ void __launch_bounds__(kThreads, kColumns == 64 ? 3 : 1)
+__global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
     add_buckets_mma_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int64_t hash) {
   unsigned char* memory = shared_memory<unsigned char>();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
