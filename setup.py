@@ -1,7 +1,8 @@
-"""Builds csrc/ into one yoso_hf._C: CPU always, CUDA where nvcc is found. Metadata lives in pyproject.toml.
+"""Builds csrc/ into one yoso_hf._C: CPU always, CUDA where it can be used. Metadata lives in pyproject.toml.
 
 Environment:
-    YOSO_CUDA        0: leave csrc/cuda out; 1: fail when nvcc is missing; unset: use nvcc where it is found
+    YOSO_CUDA        0: leave csrc/cuda out; 1: build it, and fail when nvcc is missing; unset: build it where nvcc is
+                     found and torch has CUDA
     YOSO_CUDA_ARCHS  architectures for nvcc, default "80;86;89;90"; PTX of the last one is added for later GPUs
     CXX, MAX_JOBS    the usual meaning
 """
@@ -14,6 +15,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from setuptools import setup
 from torch.utils import cpp_extension
 
@@ -30,7 +32,8 @@ CXX_FLAGS += [TORCH_TARGET, PREFIX_MAP]
 
 def find_cuda() -> Path | None:
     """The CUDA toolkit's root: a directory with bin/nvcc beside include/cuda_runtime.h, or None."""
-    if os.environ.get("YOSO_CUDA") == "0":
+    wanted = os.environ.get("YOSO_CUDA")
+    if wanted == "0" or (wanted != "1" and torch.version.cuda is None):
         return None
     nvcc = shutil.which("nvcc")
     # nvcc on the PATH may be a wrapper script, so its own location proves nothing
@@ -42,7 +45,7 @@ def find_cuda() -> Path | None:
         has_headers = any(root.glob("include/cuda_runtime.h")) or any(root.glob("targets/*/include/cuda_runtime.h"))
         if (root / "bin" / "nvcc").exists() and has_headers:
             return root
-    if os.environ.get("YOSO_CUDA") == "1":
+    if wanted == "1":
         sys.exit("yoso_hf: YOSO_CUDA=1, but no CUDA toolkit was found; set CUDA_HOME to one")
     return None
 
