@@ -694,7 +694,8 @@ class Launcher {
   bool suits_mma(const Side<In>& side) const {
     if (sizeof(In) != 2 || columns_ > kMaxMmaColumns) return false;
     int64_t any = sizes_.columns | sizes_.value_columns;
-    for (const Rows<const In>& rows : {side.rows, side.values})
+    const Rows<const In> both[] = {side.rows, side.values};
+    for (const Rows<const In>& rows : both)
       any |= rows.batch_stride | rows.head_stride | rows.row_stride |
              static_cast<int64_t>(reinterpret_cast<uintptr_t>(rows.data) / sizeof(In));
     return any % kPiece == 0;
