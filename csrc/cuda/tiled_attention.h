@@ -379,6 +379,23 @@ struct MmaGradientShared : MmaShared<In, columns, kGradientOthers> {
   In my_values[kTile * MmaShared<In, columns, kGradientOthers>::kStride];
 };
 
+// The power of two in an inverse length, by which rows of float16, which has few exponents, are scaled.
+template <class In>
+__device__ __forceinline__ float row_scale(float inverse) {
+  if (std::is_same_v<In, Half> && inverse > 0) return __int_as_float(__float_as_int(inverse) & 0x7f800000);
+  return 1;
+}
+
+// Loads the inverse lengths that the rows in shared memory have.
+template <class In>
+__device__ __forceinline__ void load_scaled_inverse(float* to, const Side<In>& side, const Block& block,
+                                                    int64_t first) {
+  load_inverse<float, kMmaThreads>(to, side.inverse_length, block.batch_head, first, side.count);
+  if constexpr (std::is_same_v<In, Half>)
+    // each thread reads what it wrote
+    for (int i = threadIdx.x; i < kTile; i += kMmaThreads) to[i] /= row_scale<In>(to[i]);
+}
+
 // Loads `count` rows, 0 past the last row and column; and where a row has no weight, or is to become a unit row and
 // cannot.
 template <int count, int columns, class In>
@@ -393,6 +410,14 @@ __device__ __forceinline__ void load_pieces(In* to, const Rows<const In>& rows, 
       piece = *reinterpret_cast<const uint4*>(rows.at(block.batch, block.head, first + row) + column);
       const float inverse = side.inverse_length[block.batch_head * side.count + first + row];
       if (inverse == kMasked || (unit && inverse == 0)) piece = {};
+      if (std::is_same_v<In, Half> && unit) {
+        In elements[kPiece];
+        memcpy(elements, &piece, sizeof(piece));
+#pragma unroll
+        for (int c = 0; c < kPiece; ++c)
+          elements[c] = static_cast<In>(static_cast<float>(elements[c]) * row_scale<In>(inverse));
+        memcpy(&piece, elements, sizeof(piece));
+      }
     }
     *reinterpret_cast<uint4*>(to + row * (columns + kPiece) + column) = piece;
   }
@@ -519,15 +544,14 @@ __global__ void __launch_bounds__(kMmaThreads) weighted_sum_mma_kernel(Side<In> 
   using Place = MmaPlace<kSumOthers>;
   auto& shared = *shared_memory<MmaShared<In, columns, kSumOthers>>();
   const Block block(sizes.heads, mine.count);
-  load_inverse<float, kMmaThreads>(shared.my_inverse, mine.inverse_length, block.batch_head, block.first, mine.count);
+  load_scaled_inverse(shared.my_inverse, mine, block, block.first);
   load_pieces<kTile, columns>(shared.my_rows, mine.rows, mine, block, block.first, sizes.columns, true);
   float sums[columns / 8][4] = {};
   const Range range = pairs.near(block.first, block.last, others.count);
   for (int64_t first = range.begin; first < range.end; first += kSumOthers) {
     // those before have been read
     __syncthreads();
-    load_inverse<float, kMmaThreads>(shared.other_inverse, others.inverse_length, block.batch_head, first,
-                                     others.count);
+    load_scaled_inverse(shared.other_inverse, others, block, first);
     load_pieces<kSumOthers, columns>(shared.other_rows, others.rows, others, block, first, sizes.columns, true);
     load_pieces<kSumOthers, columns>(shared.other_values, others.values, others, block, first, sizes.value_columns,
                                      false);
@@ -569,7 +593,7 @@ __global__ void __launch_bounds__(kMmaThreads) gradient_mma_kernel(Side<In> mine
   using Place = MmaPlace<kGradientOthers>;
   auto& shared = *shared_memory<MmaGradientShared<In, columns>>();
   const Block block(sizes.heads, mine.count);
-  load_inverse<float, kMmaThreads>(shared.my_inverse, mine.inverse_length, block.batch_head, block.first, mine.count);
+  load_scaled_inverse(shared.my_inverse, mine, block, block.first);
   load_pieces<kTile, columns>(shared.my_rows, mine.rows, mine, block, block.first, sizes.columns, true);
   load_pieces<kTile, columns>(shared.my_values, mine.values, mine, block, block.first, sizes.value_columns, false);
   float sums[columns / 8][4] = {}, value_sums[with_values ? columns / 8 : 1][4] = {};
@@ -579,8 +603,7 @@ __global__ void __launch_bounds__(kMmaThreads) gradient_mma_kernel(Side<In> mine
   for (int64_t first = range.begin; first < range.end; first += kGradientOthers) {
     // those before have been read
     __syncthreads();
-    load_inverse<float, kMmaThreads>(shared.other_inverse, others.inverse_length, block.batch_head, first,
-                                     others.count);
+    load_scaled_inverse(shared.other_inverse, others, block, first);
     load_pieces<kGradientOthers, columns>(shared.other_rows, others.rows, others, block, first, sizes.columns, true);
     load_pieces<kGradientOthers, columns>(shared.other_values, others.values, others, block, first,
                                           sizes.value_columns, false);
@@ -621,7 +644,8 @@ __global__ void __launch_bounds__(kMmaThreads) gradient_mma_kernel(Side<In> mine
       sums[i / 2][half * 2 + i % 2] -= along * (static_cast<float>(from[i / 2 * 8 + i % 2]) * inverse);
     const int64_t row = block.first + tile_row;
     if (row < mine.count) {
-      store_row(out.at(block.batch, block.head, row), sums, half, inverse, sizes.columns);
+      store_row(out.at(block.batch, block.head, row), sums, half,
+                mine.inverse_length[block.batch_head * mine.count + row], sizes.columns);
       if constexpr (with_values)
         store_row(out_values.at(block.batch, block.head, row), value_sums, half, 1 / kWeightScale<In>,
                   sizes.value_columns);
@@ -693,11 +717,11 @@ class Launcher {
   // Whether tensor cores take the sizes, and every piece of 16 bytes is aligned.
   bool suits_mma(const Side<In>& side) const {
     if (sizeof(In) != 2 || columns_ > kMaxMmaColumns) return false;
-    int64_t any = sizes_.columns | sizes_.value_columns;
-    const Rows<const In> both[] = {side.rows, side.values};
-    for (const Rows<const In>& rows : both)
-      any |= rows.batch_stride | rows.head_stride | rows.row_stride |
+    const auto bits = [](const Rows<const In>& rows) {
+      return rows.batch_stride | rows.head_stride | rows.row_stride |
              static_cast<int64_t>(reinterpret_cast<uintptr_t>(rows.data) / sizeof(In));
+    };
+    const int64_t any = sizes_.columns | sizes_.value_columns | bits(side.rows) | bits(side.values);
     return any % kPiece == 0;
   }
 
