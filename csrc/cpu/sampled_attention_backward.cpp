@@ -99,48 +99,57 @@ struct Scratch {
 };
 
 // Fetches the rows of the next bucket, one at every call: all at once, they would hold up the processor.
-template <class T>
+template <class T, class Stride>
 struct Ahead {
   const T* rows[2];
+  Stride stride;
   const int32_t* order[2];
-  int64_t left[2] = {0, 0}, stride[2];
+  int64_t left[2] = {0, 0};
 
   YOSO_INLINE void operator()() {
     for (int i = 0; i < 2; ++i)
       if (left[i] > 0) {
         --left[i];
-        prefetch(rows[i] + *order[i]++ * stride[i], stride[i]);
+        prefetch(rows[i] + *order[i]++ * stride, stride);
         return;
       }
   }
 };
 
 // Adds a bucket's part of W K to the queries' sums and of W^T Q to the keys', with W = G V^T, pair by pair.
-template <class V, class T = Element<V>>
-YOSO_INLINE void add_pairs(Side<T>& queries, const int32_t* query_order, int64_t num_queries, Side<T>& keys,
-                           const int32_t* key_order, int64_t num_keys, Scratch<T>& scratch, Ahead<T>& ahead) {
-  const int64_t D = queries.columns, Dv = queries.other_columns;
+template <class V, class Sizes, class T = Element<V>>
+YOSO_INLINE void add_pairs(Sizes sizes, Side<T>& queries, const int32_t* query_order, int64_t num_queries,
+                           Side<T>& keys, const int32_t* key_order, int64_t num_keys, Scratch<T>& scratch,
+                           Ahead<T, typename Sizes::Stride>& ahead) {
+  using Picked = PickedRows<T, typename Sizes::Stride>;
+  const auto D = sizes.columns, Dv = sizes.value_columns;
   const AllRows<T> weights{scratch.weights.data(), kTileRows};
   for (int64_t k = 0; k < num_keys; k += kTileRows, key_order += kTileRows) {
     const int64_t nk = std::min(kTileRows, num_keys - k);
-    const PickedRows<T> unit_keys{keys.unit(), keys.stride, key_order};
-    const PickedRows<T> values{keys.other(), keys.stride, key_order};
-    const PickedRows<T> key_sums{keys.sum(), keys.stride, key_order};
+    const Picked unit_keys{keys.unit(), sizes.stride, key_order};
+    const Picked values{keys.other(), sizes.stride, key_order};
+    const Picked key_sums{keys.sum(), sizes.stride, key_order};
     const bool transposed = nk >= kTransposedKeys;
     if (transposed) transpose_rows<V>(values, nk, Dv, scratch.tile.data(), kTileRows);
     for (int64_t q = 0; q < num_queries; q += kTileRows) {
       const int64_t nq = std::min(kTileRows, num_queries - q);
-      const PickedRows<T> unit_queries{queries.unit(), queries.stride, query_order + q};
-      const PickedRows<T> grads{queries.other(), queries.stride, query_order + q};
-      const PickedRows<T> query_sums{queries.sum(), queries.stride, query_order + q};
+      const Picked unit_queries{queries.unit(), sizes.stride, query_order + q};
+      const Picked grads{queries.other(), sizes.stride, query_order + q};
+      const Picked query_sums{queries.sum(), sizes.stride, query_order + q};
       if (transposed) {
         std::memset(weights.data, 0, nq * kTileRows * sizeof(T));
         multiply<V>(nq, padded(nk), Dv, grads, 1, AllRows<T>{scratch.tile.data(), kTileRows}, weights, ahead);
       } else {
-        dot_products<V>(nq, nk, Dv, grads, values, weights.data, kTileRows, ahead);
+        outlined<V>([=, &ahead](auto) YOSO_INLINE_LAMBDA {
+          dot_products<V>(nq, nk, Dv, grads, values, weights.data, kTileRows, ahead);
+        });
       }
-      multiply<V>(nq, D, nk, weights, 1, unit_keys, query_sums, ahead);
-      multiply<V>(nk, D, nq, AllRows<T>{weights.data, 1}, kTileRows, unit_queries, key_sums, ahead);
+      outlined<V>([=, &ahead](auto) YOSO_INLINE_LAMBDA {
+        multiply<V>(nq, D, nk, weights, 1, unit_keys, query_sums, ahead);
+      });
+      outlined<V>([=, &ahead](auto) YOSO_INLINE_LAMBDA {
+        multiply<V>(nk, D, nq, AllRows<T>{weights.data, 1}, kTileRows, unit_queries, key_sums, ahead);
+      });
     }
   }
 }
@@ -236,10 +245,10 @@ YOSO_INLINE void add_listed_pairs(Side<T>& queries, const int32_t* query_of, Sid
 }
 
 // Adds a hash function's buckets of the codes from `begin` to `end`, each in the cheaper order of multiplication.
-template <class V, class T = Element<V>>
-YOSO_INLINE void add_buckets(Side<T>& queries, Side<T>& keys, int64_t hash, int64_t begin, int64_t end,
+template <class V, class Sizes, class T = Element<V>>
+YOSO_INLINE void add_buckets(Sizes sizes, Side<T>& queries, Side<T>& keys, int64_t hash, int64_t begin, int64_t end,
                              Scratch<T>& scratch) {
-  const int64_t D = queries.columns, Dv = queries.other_columns;
+  const int64_t D = sizes.columns, Dv = sizes.value_columns;
   const int32_t *query_ends = queries.ends(hash), *key_ends = keys.ends(hash);
   const int32_t *query_order = queries.order(hash), *key_order = keys.order(hash);
   const auto begin_of = [](const int32_t* ends, int64_t code) { return code == 0 ? 0 : ends[code - 1]; };
@@ -274,7 +283,7 @@ YOSO_INLINE void add_buckets(Side<T>& queries, Side<T>& keys, int64_t hash, int6
     }
   }
   add_listed_pairs<V>(queries, query_of, keys, key_of, num_pairs);
-  Ahead<T> ahead{{queries.unit(), keys.unit()}, {}, {}, {queries.stride, keys.stride}};
+  Ahead<T, typename Sizes::Stride> ahead{{queries.unit(), keys.unit()}, sizes.stride, {}};
   for (int64_t i = 0; i < num_larger; ++i) {
     if (i + 1 < num_larger) {
       const int64_t next = codes[i + 1], next_q = begin_of(query_ends, next), next_k = begin_of(key_ends, next);
@@ -286,11 +295,36 @@ YOSO_INLINE void add_buckets(Side<T>& queries, Side<T>& keys, int64_t hash, int6
     const int64_t code = codes[i], first_q = begin_of(query_ends, code), first_k = begin_of(key_ends, code);
     const int64_t nq = query_ends[code] - first_q, nk = key_ends[code] - first_k;
     if (nq * nk * (2 * D + Dv) <= 2 * (nq + nk) * D * Dv)
-      add_pairs<V>(queries, query_order + first_q, nq, keys, key_order + first_k, nk, scratch, ahead);
+      add_pairs<V>(sizes, queries, query_order + first_q, nq, keys, key_order + first_k, nk, scratch, ahead);
     else
       add_through_products<V>(queries, query_order + first_q, nq, keys, key_order + first_k, nk, scratch);
     while (ahead.left[0] + ahead.left[1] > 0) ahead();
   }
+}
+
+// How many columns the rows of both sides have: known to the compiler for the usual sizes.
+template <class Columns, class RowStride>
+struct SizesOf {
+  using Stride = RowStride;
+  Columns columns, value_columns;
+  Stride stride;
+};
+template <int64_t columns>
+using Fixed = SizesOf<std::integral_constant<int64_t, columns>, std::integral_constant<int64_t, 3 * columns>>;
+
+template <class T>
+void add_buckets(Side<T>& queries, Side<T>& keys, int64_t hash, int64_t begin, int64_t end, Scratch<T>& scratch) {
+  const int64_t columns = queries.columns, value_columns = queries.other_columns;
+  vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+    using V = Vector<T, bytes()>;
+    if (columns == 32 && value_columns == 32)
+      add_buckets<V>(Fixed<32>{}, queries, keys, hash, begin, end, scratch);
+    else if (columns == 64 && value_columns == 64)
+      add_buckets<V>(Fixed<64>{}, queries, keys, hash, begin, end, scratch);
+    else
+      add_buckets<V>(SizesOf<int64_t, int64_t>{columns, value_columns, queries.stride}, queries, keys, hash, begin,
+                     end, scratch);
+  });
 }
 
 // The first code of part `part` of `parts`, with about the same number of rows in each.
@@ -349,9 +383,7 @@ void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key
           Scratch<T> scratch(columns, value_columns, table_size);
           const int64_t first_bucket = first_code(queries, keys, hash, first, threads);
           const int64_t last_bucket = first_code(queries, keys, hash, last, threads);
-          vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-            add_buckets<Vector<T, bytes()>>(queries, keys, hash, first_bucket, last_bucket, scratch);
-          });
+          add_buckets(queries, keys, hash, first_bucket, last_bucket, scratch);
         });
       parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {

@@ -28,11 +28,11 @@ using Width = std::integral_constant<int, Bytes>;
 
 #if defined(__x86_64__)
 template <class F>
-__attribute__((target("arch=x86-64-v4"))) void run_avx512(const F& f) {
+__attribute__((target("arch=x86-64-v4"), noinline)) void run_avx512(const F& f) {
   f(Width<64>{});
 }
 template <class F>
-__attribute__((target("arch=x86-64-v3"))) void run_avx2(const F& f) {
+__attribute__((target("arch=x86-64-v3"), noinline)) void run_avx2(const F& f) {
   f(Width<32>{});
 }
 #endif
@@ -60,6 +60,17 @@ template <class V>
 using Element = std::remove_reference_t<decltype(std::declval<V>()[0])>;
 template <class V>
 constexpr int64_t kLanes = sizeof(V) / sizeof(Element<V>);
+
+// Calls f(Width), a YOSO_INLINE_LAMBDA, as a function of its own from code for vectors V: a loop that needs nearly all
+// registers loses some to whatever surrounds it.
+template <class V, class F>
+YOSO_INLINE void outlined(const F& f) {
+#if defined(__x86_64__)
+  if constexpr (sizeof(V) == 64) return run_avx512(f);
+  if constexpr (sizeof(V) == 32) return run_avx2(f);
+#endif
+  f(Width<sizeof(V)>{});
+}
 
 template <class V>
 YOSO_INLINE V load(const Element<V>* from) {
@@ -159,8 +170,8 @@ class Buffer {
   int64_t size_;
 };
 
-template <class T>
-YOSO_INLINE void prefetch(const T* row, int64_t columns) {
+template <class T, class Columns>
+YOSO_INLINE void prefetch(const T* row, Columns columns) {
   const char* bytes = reinterpret_cast<const char*>(row);
   for (int64_t line = 0; line < columns * int64_t{sizeof(T)}; line += 64) __builtin_prefetch(bytes + line);
 }
@@ -232,10 +243,10 @@ struct AllRows {
   int64_t stride;
   YOSO_INLINE T* operator[](int64_t i) const { return data + i * stride; }
 };
-template <class T>
+template <class T, class Stride = int64_t>
 struct PickedRows {
   T* data;
-  int64_t stride;
+  Stride stride;
   const int32_t* picked;
   YOSO_INLINE T* operator[](int64_t i) const { return data + picked[i] * stride; }
 };
@@ -270,14 +281,22 @@ template <class V, int C, class A, class B, class To, class F>
 YOSO_INLINE void multiply_columns(int64_t I, int64_t K, A a, int64_t a_step, B b, To c, int64_t j, F& after_tile) {
   int64_t i = 0;
   for (; i + 4 <= I; i += 4, after_tile()) multiply_tile<V, 4, C>(K, a, a_step, b, c, i, j);
-  for (; i < I; ++i, after_tile()) multiply_tile<V, 1, C>(K, a, a_step, b, c, i, j);
+  if (i + 2 <= I) {
+    multiply_tile<V, 2, C>(K, a, a_step, b, c, i, j);
+    i += 2;
+    after_tile();
+  }
+  if (i < I) {
+    multiply_tile<V, 1, C>(K, a, a_step, b, c, i, j);
+    after_tile();
+  }
 }
 
 // c[i][j] += sum over k of a[i][k * a_step] * b[k][j], for i < I, k < K, j < J; J a multiple of kRowQuantum. With
 // a_step other than 1, a is the transpose of a matrix of that many columns. Calls after_tile() now
 // and then, for a caller that has something to fetch meanwhile.
-template <class V, class A, class B, class To, class F = const Nothing>
-YOSO_INLINE void multiply(int64_t I, int64_t J, int64_t K, A a, int64_t a_step, B b, To c, F& after_tile = {}) {
+template <class V, class Columns, class A, class B, class To, class F = const Nothing>
+YOSO_INLINE void multiply(int64_t I, Columns J, int64_t K, A a, int64_t a_step, B b, To c, F& after_tile = {}) {
   // tiles of sums that fit the registers: 32 of AVX-512, 16 otherwise
   constexpr int kWide = sizeof(V) == 64 ? 4 : 2;
   constexpr int64_t L = kLanes<V>;
@@ -310,37 +329,33 @@ YOSO_INLINE void store_sums(const V (&x)[N], Element<V>* sums) {
   }
 }
 
-template <class V, int R, int C, class A, class B>
-YOSO_INLINE void dot_tile(int64_t columns, A a, B b, int64_t i, int64_t j, Element<V>* c, int64_t c_stride) {
-  V sum[R * C] = {};
-  for (int64_t k = 0; k < columns; k += kLanes<V>) {
-    V right[C];
-    for (int v = 0; v < C; ++v) right[v] = load<V>(b[j + v] + k);
-    for (int r = 0; r < R; ++r) {
-      const V left = load<V>(a[i + r] + k);
-      for (int v = 0; v < C; ++v) sum[r * C + v] += left * right[v];
-    }
-  }
-  alignas(64) Element<V> sums[std::max<int64_t>(R * C, kLanes<V>)];
-  store_sums(sum, sums);
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < C; ++v) c[(i + r) * c_stride + j + v] = sums[r * C + v];
-}
-
-// c[i][j] = a[i] . b[j] for rows of padded length `columns`; after_tile() as above.
-template <class V, class A, class B, class F>
-YOSO_INLINE void dot_products(int64_t I, int64_t J, int64_t columns, A a, B b, Element<V>* c, int64_t c_stride,
+// c[i][j] = a[i] . b[j] for rows of padded length `columns`; after_tile() as above. Works by whole tiles: c has room
+// for multiples of four rows and columns, and those past I and J repeat the last.
+template <class V, class Columns, class A, class B, class F>
+YOSO_INLINE void dot_products(int64_t I, int64_t J, Columns columns, A a, B b, Element<V>* c, int64_t c_stride,
                               F& after_tile) {
-  int64_t i = 0;
-  for (; i + 2 <= I; i += 2) {
-    int64_t j = 0;
-    for (; j + 4 <= J; j += 4, after_tile()) dot_tile<V, 2, 4>(columns, a, b, i, j, c, c_stride);
-    for (; j < J; ++j, after_tile()) dot_tile<V, 2, 1>(columns, a, b, i, j, c, c_stride);
-  }
-  for (; i < I; ++i) {
-    int64_t j = 0;
-    for (; j + 4 <= J; j += 4, after_tile()) dot_tile<V, 1, 4>(columns, a, b, i, j, c, c_stride);
-    for (; j < J; ++j, after_tile()) dot_tile<V, 1, 1>(columns, a, b, i, j, c, c_stride);
+  using T = Element<V>;
+  // sums that fit the registers
+  constexpr int R = sizeof(V) == 64 ? 4 : 2, C = 4;
+  for (int64_t i = 0; i < I; i += R) {
+    const T* left[R];
+    for (int r = 0; r < R; ++r) left[r] = a[std::min(i + r, I - 1)];
+    for (int64_t j = 0; j < J; j += C, after_tile()) {
+      const T* right[C];
+      for (int v = 0; v < C; ++v) right[v] = b[std::min(j + v, J - 1)];
+      V sum[R * C] = {};
+      for (int64_t k = 0; k < columns; k += kLanes<V>) {
+        V part[C];
+        for (int v = 0; v < C; ++v) part[v] = load<V>(right[v] + k);
+        for (int r = 0; r < R; ++r) {
+          const V factor = load<V>(left[r] + k);
+          for (int v = 0; v < C; ++v) sum[r * C + v] += factor * part[v];
+        }
+      }
+      alignas(64) T sums[std::max<int64_t>(R * C, kLanes<V>)];
+      store_sums(sum, sums);
+      for (int r = 0; r < R; ++r) std::memcpy(c + (i + r) * c_stride + j, sums + r * C, C * sizeof(T));
+    }
   }
 }
 
