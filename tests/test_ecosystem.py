@@ -27,6 +27,7 @@ from yoso_hf import (
     YosoForTokenClassification,
     YosoModel,
     graphs,
+    modeling_yoso,
     ops,
 )
 from yoso_hf.data import train_tokenizer
@@ -424,6 +425,37 @@ def test_inductor(mode):
     for length in (40, 77, 300):
         inputs, real = make_batch(length, length // 2)
         assert_near(compiled(**inputs).logits[real], model(**inputs).logits[real], atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("tool", ["compile", "lora"])
+def test_activations_computed_again(tool, gradient_checkpointing, monkeypatch):
+    monkeypatch.setattr(modeling_yoso, "RECOMPUTED_TOKENS", 1)
+    model = make_model(YosoForMaskedLM, hidden_dropout_prob=0.0, use_expectation=True).train()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs, _ = make_batch()
+    if tool == "compile":
+        torch.compiler.reset()
+        model.forward = torch.compile(model.forward, backend="aot_eager")
+    else:
+        peft = pytest.importorskip("peft")
+        # what is dropped before these projections has to be the same in the backward
+        config = peft.LoraConfig(r=4, target_modules=r".*\.output\.dense", lora_dropout=0.5, init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+
+    def gradients():
+        torch.manual_seed(0)
+        model.zero_grad()
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        return [x.grad for x in model.parameters() if x.grad is not None]
+
+    again = gradients()
+    torch.compiler.reset()
+    monkeypatch.setattr(modeling_yoso, "RECOMPUTED_TOKENS", 10**9)
+    for grad, expected in zip(again, gradients(), strict=True):
+        assert_near(grad, expected)
 
 
 # torch.export and ONNX

@@ -1,3 +1,4 @@
+import collections
 import copy
 import pickle
 
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.yoso import modeling_yoso as transformers_yoso
 
 from yoso_hf import (
@@ -473,6 +475,51 @@ def test_feed_forward_in_chunks():
     ids = make_ids(2, 20)
     assert_near(chunked(ids).last_hidden_state, whole(ids).last_hidden_state)
     assert sizes == [5] * 4
+
+
+def test_activations_of_many_tokens_are_computed_again(monkeypatch):
+    model = make_model(YosoForMaskedLM, hidden_dropout_prob=0.1).train()
+    ids = make_ids(2, 20)
+    wide = ids.numel() * model.config.intermediate_size
+
+    def step(recomputed_tokens):
+        monkeypatch.setattr(modeling_yoso, "RECOMPUTED_TOKENS", recomputed_tokens)
+        torch.manual_seed(0)
+        kept = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: kept.setdefault(x.data_ptr(), x) if x.numel() == wide else x, lambda x: x
+        ):
+            loss = model(ids, labels=ids).loss
+        model.zero_grad()
+        with Calls() as calls:
+            loss.backward()
+        grads = [parameter.grad.clone() for parameter in model.parameters()]
+        return grads, len(kept), calls.count["aten::mm"], calls.count["aten::gelu"]
+
+    kept, recomputed = step(ids.numel() + 1), step(ids.numel())
+    layers = model.config.num_hidden_layers
+    assert kept[1:] == (2 * layers, kept[2], 0)
+    # one tensor a layer less to keep, and nothing but the activation is computed again
+    assert recomputed[1:] == (layers, kept[2], layers)
+    for grad, expected in zip(recomputed[0], kept[0], strict=True):
+        assert torch.equal(grad, expected)
+    model.eval()
+    with Calls() as calls:
+        model(ids, labels=ids).loss.backward()
+    # one of them is the head's
+    assert calls.count["aten::gelu"] == layers + 1
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count[function._schema.name] += 1
+        return function(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import os
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -34,6 +35,9 @@ from .hashing import HashFunctions
 # the first two rows of the position table stand for no position, as in RoBERTa
 POSITION_OFFSET = 2
 IGNORED_LABEL = -100
+# from this many tokens of a batch on, activations are computed again in the backward: they are a quarter of what a
+# layer would keep for it, and take a hundredth of a step
+RECOMPUTED_TOKENS = 1024
 # what of the code that is saved with a model each Auto class loads
 AUTO_MAP = {
     "AutoConfig": "configuration_yoso.YosoConfig",
@@ -173,16 +177,26 @@ class YosoSelfAttention(nn.Module):
 
 
 class YosoResidual(nn.Module):
-    """A projection, added to the layer's input and normalised."""
+    """A projection, added to the layer's input and normalised; what an activation gives for it is not kept."""
 
-    def __init__(self, in_features: int, config: YosoConfig):
+    def __init__(self, in_features: int, config: YosoConfig, activation: nn.Module | None = None):
         super().__init__()
+        self.activation = activation
         self.dense = nn.Linear(in_features, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
+    def project(self, features: Tensor) -> Tensor:
+        return self.dense(features if self.activation is None else self.activation(features))
+
     def forward(self, features: Tensor, residual: Tensor) -> Tensor:
-        return self.LayerNorm(self.dropout(self.dense(features)) + residual)
+        tokens = features.shape[0] * features.shape[1]
+        if self.activation is not None and self.training and tokens >= RECOMPUTED_TOKENS:
+            # ends with the last tensor that the backward needs: the projection is not computed twice
+            projected = checkpoint(self.project, features, use_reentrant=False)
+        else:
+            projected = self.project(features)
+        return self.LayerNorm(self.dropout(projected) + residual)
 
 
 class YosoAttention(nn.Module):
@@ -199,15 +213,14 @@ class YosoAttention(nn.Module):
 
 
 class YosoIntermediate(nn.Module):
-    """The widening half of the feed-forward network."""
+    """The widening half of the feed-forward network, up to its activation."""
 
     def __init__(self, config: YosoConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.activation(self.dense(hidden_states))
+        return self.dense(hidden_states)
 
 
 class YosoLayer(GradientCheckpointingLayer):
@@ -218,7 +231,7 @@ class YosoLayer(GradientCheckpointingLayer):
         self.chunk_size = config.chunk_size_feed_forward
         self.attention = YosoAttention(config, layer_idx)
         self.intermediate = YosoIntermediate(config)
-        self.output = YosoResidual(config.intermediate_size, config)
+        self.output = YosoResidual(config.intermediate_size, config, ACT2FN[config.hidden_act])
 
     def feed_forward(self, hidden_states: Tensor) -> Tensor:
         return self.output(self.intermediate(hidden_states), hidden_states)
