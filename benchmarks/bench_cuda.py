@@ -2,25 +2,30 @@
 
     python benchmarks/bench_cuda.py
     python benchmarks/bench_cuda.py --groups attention --lengths 4096 16384
+    git clone https://github.com/mlpen/YOSO && python benchmarks/bench_cuda.py --authors YOSO
 
 [16, 12, N, 64], bfloat16, m = 32, tau = 9. The groups:
 
 attention: beside torch's scaled_dot_product_attention with the fastest of its backends, from short to long;
+authors: beside the CUDA kernels of the paper's authors, version 1, at 4096 tokens; theirs are float32 only. They are
+    built by nvcc from the clone that --authors names, and left out without one;
 training: tokens a second and the largest batch of a base-size masked language model at 4096 tokens, bfloat16
     autocast, forward, loss and backward, beside RoBERTa with scaled_dot_product_attention.
 """
 
 import argparse
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from attention_cases import Softmax
+from attention_cases import NUM_HASH, SampledKernel, Softmax
 from bench_attention import BOTH, Sampled
 from harness import Case, WrongResult, argument_parser, compare, measure, print_table, write_results
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.cpp_extension import load
 from transformers import PreTrainedModel, RobertaConfig, RobertaForMaskedLM
 
 from yoso_hf import YosoConfig, YosoForMaskedLM
@@ -34,6 +39,10 @@ ASKED = {
 # asked, aim for 16 times the length
 GROWTH = (18, 16)
 BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+# asked, aim for times as fast as the authors' kernels
+ASKED_OF_AUTHORS = (8, 20)
+AUTHORS_LENGTH = 4096
+AUTHORS_SOURCES = "encoders/backbones/efficient_attentions/yoso/yoso_v1/cuda"
 TRAINING_LENGTH = 4096
 
 Rows = list[dict[str, Any]]
@@ -78,6 +87,87 @@ def attention(args: argparse.Namespace) -> tuple[Rows, Rows]:
         if {4096, 65536} <= ours.keys():
             name = f"{task}: time at N = 65536 over 4096"
             table.append(compare(name, ours[65536] / ours[4096], asked=GROWTH[0], aim=GROWTH[1]))
+    return rows, table
+
+
+def build_authors_kernels(clone: Path) -> Any:
+    """The module that the sources in a clone of mlpen/YOSO become."""
+    names = ("fast_lsh_cumulation_torch.cpp", "fast_lsh_cumulation.cu", "fast_lsh_cumulation_cuda.cu")
+    return load("fast_lsh_cumulation", [str(clone / AUTHORS_SOURCES / name) for name in names])
+
+
+class AuthorsFunction(torch.autograd.Function):
+    """Attention by the authors' kernels, of float32 tensors [B * H, N, D] with unit queries and keys."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, codes: list[Tensor], kernels: Any, tau: int) -> Tensor:
+        ctx.kernels, ctx.tau = kernels, tau
+        ctx.query_side, ctx.key_side = ((no_padding(code), code) for code in codes)
+        ctx.save_for_backward(query, key, value)
+        return kernels.lsh_cumulation(*ctx.query_side, *ctx.key_side, value, 2**tau, True, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        query_side, key_side, slope, table_size = ctx.query_side, ctx.key_side, ctx.tau / 2, 2**ctx.tau
+        grad = grad.contiguous()
+        weighted = ctx.kernels.lsh_weighted_cumulation
+        return (
+            weighted(*query_side, grad, *key_side, value, slope * key, table_size, True, 4),
+            weighted(*key_side, value, *query_side, grad, slope * query, table_size, True, 4),
+            ctx.kernels.lsh_cumulation(*key_side, *query_side, grad, table_size, True, 1),
+            None,
+            None,
+            None,
+        )
+
+
+def no_padding(rows: Tensor) -> Tensor:
+    return torch.ones(rows.shape[:2], dtype=torch.int32, device=rows.device)
+
+
+@dataclass
+class Authors(SampledKernel):
+    """The kernels of the paper's authors, called as their model calls them."""
+
+    # the module of their kernels
+    kernels: ClassVar[Any] = None
+
+    name = "mlpen/YOSO v1"
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.flatten(0, 1).contiguous() for x in (*unit(query, key), value))
+        codes = self.hash(query, key)
+        out = AuthorsFunction.apply(query, key, value, codes, self.kernels, self.hash_code_len)
+        return F.normalize(out, dim=-1).unflatten(0, (self.batch, self.heads))
+
+    def codes(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        codes = self.hash(*(x.flatten(0, 1).contiguous() for x in unit(query, key)))
+        return tuple(code.mT.unflatten(0, (self.batch, self.heads)) for code in codes)
+
+    def hash(self, query: Tensor, key: Tensor) -> list[Tensor]:
+        masks = no_padding(query), no_padding(key)
+        sizes = NUM_HASH, self.hash_code_len
+        return self.kernels.fast_hash(masks[0], query, masks[1], key, *sizes, True, 1)
+
+
+def unit(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    return F.normalize(query, dim=-1), F.normalize(key, dim=-1)
+
+
+def authors(args: argparse.Namespace) -> tuple[Rows, Rows]:
+    if args.authors is None:
+        print("authors: left out, as --authors names no clone of mlpen/YOSO")
+        return [], []
+    Authors.kernels = build_authors_kernels(args.authors)
+    rows, table = [], []
+    for task in ASKED:
+        ours = Sampled(args.device, task, AUTHORS_LENGTH, **SHAPE)
+        theirs = Authors(args.device, task, AUTHORS_LENGTH, batch=SHAPE["batch"])
+        group = measure([ours, theirs], args.repeats, args.seconds)
+        rows += group
+        name = f"{task}, N = {AUTHORS_LENGTH}: times as fast as the authors' kernels"
+        table.append(compare(name, group[1]["times_the_first"], asked=ASKED_OF_AUTHORS[0], aim=ASKED_OF_AUTHORS[1]))
     return rows, table
 
 
@@ -170,7 +260,7 @@ def training(args: argparse.Namespace) -> tuple[Rows, Rows]:
     ]
 
 
-GROUPS = {group.__name__: group for group in (attention, training)}
+GROUPS = {group.__name__: group for group in (attention, authors, training)}
 
 
 def main() -> None:
@@ -178,6 +268,7 @@ def main() -> None:
     parser.set_defaults(device="cuda")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="of attention")
+    parser.add_argument("--authors", type=Path, help="a clone of mlpen/YOSO, for the group authors")
     parser.add_argument("--batch", type=int, default=16, help="sequences of a timed training step")
     args = parser.parse_args()
     rows, table = [], []

@@ -285,7 +285,8 @@ def write_results(
     """
     stem = Path(sys.argv[0]).stem.removeprefix("bench_")
     path = args.output or RESULTS / f"{stem}-{args.device}.json"
-    settings = {name: setting for name, setting in vars(args).items() if name != "output"}
+    # nothing of where files lie on this machine
+    settings = {name: setting for name, setting in vars(args).items() if name not in ("output", "authors")}
     result = {"machine": machine(), "settings": settings, "rows": rows}
     if table is not None:
         result["table"] = table

@@ -16,6 +16,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import bench_attention  # noqa: E402
+import bench_cuda  # noqa: E402
 import bench_embeddings  # noqa: E402
 import bench_expectation_attention  # noqa: E402
 import bench_hash  # noqa: E402
@@ -395,3 +396,39 @@ def test_softmax_peer_is_the_original_at_its_length_and_longer(tmp_path):
         assert peer(ids).logits.shape == (1, 2 * length, original.config.vocab_size)
     yoso = yoso_hf.YosoForMaskedLM.from_pretrained(tmp_path / "yoso")
     assert torch.equal(peer.cls.predictions.transform.dense.weight, yoso.cls.predictions.transform.dense.weight)
+
+
+class AuthorsKernels:
+    """Stands in for the authors' compiled kernels, of which it has the interface."""
+
+    slope = 1
+
+    @staticmethod
+    def fast_hash(_query_mask, query, _key_mask, key, num_hash, hash_code_len, *_settings):
+        directions = torch.randn(query.shape[0], query.shape[-1], num_hash * hash_code_len)
+        bits = [(x @ directions > 0).unflatten(-1, (num_hash, hash_code_len)) for x in (query, key)]
+        return [(bit * 2 ** torch.arange(hash_code_len)).sum(-1).int() for bit in bits]
+
+    @staticmethod
+    def collisions(query_mask, query_code, key_mask, key_code):
+        hits = (query_code[:, :, None] == key_code[:, None]).float().mean(-1)
+        return hits * query_mask[:, :, None] * key_mask[:, None]
+
+    def lsh_cumulation(self, query_mask, query_code, key_mask, key_code, value, *_settings):
+        return self.collisions(query_mask, query_code, key_mask, key_code) @ value
+
+    def lsh_weighted_cumulation(
+        self, query_mask, query_code, query_weight, key_mask, key_code, key_weight, value, *_settings
+    ):
+        hits = self.collisions(query_mask, query_code, key_mask, key_code)
+        return self.slope * (hits * (query_weight @ key_weight.mT)) @ value
+
+
+def test_the_authors_kernels_are_verified(monkeypatch):
+    case = bench_cuda.Authors("cpu", BOTH, 65, heads=3, hash_code_len=4, batch=2)
+    monkeypatch.setattr(bench_cuda.Authors, "kernels", AuthorsKernels())
+    case.setup()
+    case.verify()
+    monkeypatch.setattr(AuthorsKernels, "slope", 1.01)
+    with pytest.raises(harness.WrongResult, match="gradient of query"):
+        case.verify()
