@@ -107,8 +107,9 @@ CROWDED = [
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SPREAD)
+# the last shape has rows wider than a tile of columns and more hash functions than a block
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("shape", [*SPREAD, (2, 2, 9, 133, 200, 16, 40, 5)])
 def test_hash_kernels_give_the_codes_of_float64(shape, dtype):
     inputs = Inputs("random", shape, dtype)
     exact = inputs.hashes(reference, torch.float64)

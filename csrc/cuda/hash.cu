@@ -4,7 +4,7 @@
 // directions are negated in shared memory, and sums that begin at +0 never become -0, so that zero gives 0.
 #include <type_traits>
 
-#include "device.h"
+#include "mma.h"
 
 namespace yoso {
 namespace {
@@ -269,6 +269,16 @@ constexpr int kColumns = 64;
 // apart enough that threads which write a column fall into different banks; the same for codes
 constexpr int kDirectionStride = kFunctions + 4, kCodeStride = kTileRows + 1;
 
+// Stores the codes of the thread's row from the block's, [functions][kCodeStride].
+__device__ __forceinline__ void store_codes(const Problem& problem, const int32_t* tile_codes, int64_t batch,
+                                            int64_t head, int64_t first_function, int functions, int64_t row) {
+  if (row >= problem.N) return;
+  const int32_t masked = problem.masked(batch, row);
+  problem.store(batch, head, first_function, row, [&](auto* to) {
+    for (int f = 0; f < functions; ++f, to += problem.N) *to = tile_codes[f * kCodeStride + threadIdx.x] | masked;
+  });
+}
+
 template <class In>
 __global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 2 : 4)
     hash_gaussian_kernel(Rows<const In> rows, const Problem problem, const Grid grid) {
@@ -347,11 +357,123 @@ __global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 2 : 4)
     for (int f = 0; f < kThreadFunctions; ++f)
       tile_codes[(thread_function + f) * kCodeStride + thread_row + r] = static_cast<int32_t>(codes[r][f]);
   __syncthreads();
-  if (!exists) return;
-  const int32_t masked = problem.masked(batch, row);
-  problem.store(batch, head, first_function, row, [&](auto* to) {
-    for (int f = 0; f < functions; ++f, to += problem.N) *to = tile_codes[f * kCodeStride + threadIdx.x] | masked;
-  });
+  store_codes(problem, tile_codes, batch, head, first_function, functions, row);
+}
+
+// The same for 16-bit rows that can be loaded 16 bytes at a time, on tensor cores: a warp multiplies 32 rows with the
+// directions of 32 hash functions, a bit at a time. A direction is the sum of three terms in the rows' type, which
+// between them have all bits of a float32: what is added is exact.
+constexpr int kTerms = 3, kMaxMmaColumns = 256;
+constexpr int kWarpRows = 32, kRowTiles = kWarpRows / 16, kFunctionTiles = kFunctions / 8;
+// elements between rows in shared memory: 16 bytes more than they take, against bank conflicts
+constexpr int kPiece = 8, kTermStride = kColumns + kPiece;
+
+__host__ __device__ constexpr int64_t tile_stride(int64_t D) { return (D + kColumns - 1) / kColumns * kColumns + kPiece; }
+
+template <class In>
+size_t gaussian_mma_bytes(int64_t D) {
+  const size_t tiles = (kTileRows * tile_stride(D) + kTerms * kFunctions * kTermStride) * sizeof(In);
+  return std::max(tiles, kFunctions * kCodeStride * sizeof(int32_t));
+}
+
+template <class In>
+__global__ void __launch_bounds__(kThreads, 3)
+    hash_gaussian_mma_kernel(Rows<const In> rows, const Problem problem, const Grid grid) {
+  const auto [batch, head, tile, group] = grid.find();
+  const int64_t first_function = group * kFunctions, first_row = tile * kTileRows;
+  const int functions = at_most(problem.num_hash - first_function, kFunctions);
+  const int D = static_cast<int>(problem.D), stride = static_cast<int>(tile_stride(D));
+  const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * kWarpRows;
+
+  // [kTileRows][stride] and [kTerms][kFunctions][kTermStride]
+  In *x = shared_memory<In>(), *terms = x + kTileRows * stride;
+  const int pieces = (stride - kPiece) / kPiece;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kTileRows * pieces; i += kThreads) {
+    const int row = i / pieces, column = i % pieces * kPiece;
+    uint4 piece = make_uint4(0, 0, 0, 0);
+    if (first_row + row < problem.N && column < D)
+      piece = *reinterpret_cast<const uint4*>(rows.at(batch, head, first_row + row) + column);
+    *reinterpret_cast<uint4*>(x + row * stride + column) = piece;
+  }
+  const In* my_rows = x + (warp_row + lane % 16) * stride + lane / 16 * 8;
+  const In* my_terms = terms + (lane / 16 * 8 + lane % 8) * kTermStride + lane / 8 % 2 * 8;
+  uint32_t codes[kRowTiles][kFunctionTiles][4] = {};
+#pragma unroll 1
+  for (int bit = problem.hash_code_len - 1; bit >= 0; --bit) {
+    const float* all = problem.parameters +
+                       ((head * problem.hash_code_len + bit) * problem.num_hash + first_function) * problem.D;
+    float sums[kRowTiles][kFunctionTiles][4] = {};
+#pragma unroll 1
+    for (int first = 0; first < D; first += kColumns) {
+      __syncthreads();
+#pragma unroll 4
+      for (int i = threadIdx.x; i < kFunctions * kColumns / 2; i += kThreads) {
+        const int f = i / (kColumns / 2), c = i % (kColumns / 2) * 2;
+        float2 left = make_float2(0, 0);
+        if (f < functions && first + c < D) {
+          left = *reinterpret_cast<const float2*>(all + f * D + first + c);
+          left = make_float2(-left.x, -left.y);
+        }
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) {
+          const In pair[2] = {static_cast<In>(left.x), static_cast<In>(left.y)};
+          memcpy(terms + (term * kFunctions + f) * kTermStride + c, pair, sizeof(pair));
+          left = make_float2(left.x - static_cast<float>(pair[0]), left.y - static_cast<float>(pair[1]));
+        }
+      }
+      __syncthreads();
+#pragma unroll
+      for (int c = 0; c < kColumns; c += 16) {
+        uint32_t a[kRowTiles][4];
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) load_matrices<false>(a[r], my_rows + r * 16 * stride + first + c);
+        // the smallest terms first
+#pragma unroll
+        for (int term = kTerms - 1; term >= 0; --term)
+#pragma unroll
+          for (int f = 0; f < kFunctionTiles; f += 2) {
+            uint32_t b[4];
+            load_matrices<false>(b, my_terms + (term * kFunctions + f * 8) * kTermStride + c);
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r) {
+              multiply_add<In>(sums[r][f], a[r], {b[0], b[1]});
+              multiply_add<In>(sums[r][f + 1], a[r], {b[2], b[3]});
+            }
+          }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+      for (int f = 0; f < kFunctionTiles; ++f)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) push_sign(codes[r][f][i], sums[r][f][i]);
+  }
+
+  // through shared memory, so that neighbouring threads write neighbouring rows
+  __syncthreads();
+  int32_t* tile_codes = shared_memory<int32_t>();
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+    for (int f = 0; f < kFunctionTiles; ++f)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        tile_codes[(f * 8 + lane % 4 * 2 + i % 2) * kCodeStride + warp_row + r * 16 + lane / 4 + i / 2 * 8] =
+            static_cast<int32_t>(codes[r][f][i]);
+  __syncthreads();
+  store_codes(problem, tile_codes, batch, head, first_function, functions, first_row + threadIdx.x);
+}
+
+template <class In>
+void launch_gaussian(const Device& device, const Rows<const In>& rows, const Problem& problem) {
+  if constexpr (sizeof(In) == 2)
+    if (problem.vectors && problem.D <= kMaxMmaColumns)
+      return launch_grid(device, hash_gaussian_mma_kernel<In>, kTileRows, kFunctions, gaussian_mma_bytes<In>(problem.D),
+                         rows, problem);
+  launch_grid(device, hash_gaussian_kernel<In>, kTileRows, kFunctions,
+              kColumns * (kTileRows + kDirectionStride) * sizeof(Accumulator<In>), rows, problem);
 }
 
 template <class In>
@@ -394,8 +516,7 @@ Tensor hash_cuda(const Tensor& input, const Tensor& parameters, const std::optio
     if (use_hadamard)
       launch_hadamard<In, kFunctions>(device, rows, problem);
     else
-      launch_grid(device, hash_gaussian_kernel<In>, kTileRows, kFunctions,
-                  kColumns * (kTileRows + kDirectionStride) * sizeof(Accumulator<In>), rows, problem);
+      launch_gaussian<In>(device, rows, problem);
   });
   return out;
 }

@@ -21,7 +21,12 @@ constexpr int64_t kEntryBytes = kSliceColumns<In> * sizeof(Accumulator<In>);
 // Rows and codes that a lane has under way; unaligned rows come element by element.
 template <bool aligned>
 constexpr int kRowsAhead = aligned ? 4 : 2;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900
+// more would be spilled
+constexpr int kCodesAhead = 4;
+#else
 constexpr int kCodesAhead = 8;
+#endif
 // A bucket of more rows, and of more than this many times the mean, is added up by a warp.
 constexpr int64_t kCrowd = 64, kCrowdOfMean = 4;
 

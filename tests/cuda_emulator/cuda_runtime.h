@@ -60,7 +60,9 @@ constexpr int warpSize = 32;
 
 namespace emulator {
 
-constexpr size_t kStackBytes = size_t{256} << 10, kSharedBytes = size_t{227} << 10, kCanaryBytes = 4096;
+constexpr size_t kStackBytes = size_t{256} << 10, kCanaryBytes = 4096;
+// what the smallest of the GPUs that kernels are built for have, sm_86 and sm_89
+constexpr size_t kSharedBytes = size_t{99} << 10;
 constexpr unsigned char kPoison = 0xFF;
 
 [[noreturn]] inline void fail(const char* what) {
