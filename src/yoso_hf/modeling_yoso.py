@@ -177,7 +177,7 @@ class YosoSelfAttention(nn.Module):
 
 
 class YosoResidual(nn.Module):
-    """A projection, added to the layer's input and normalised; what an activation gives for it is not kept."""
+    """A projection, perhaps of an activation, added to the layer's input and normalised."""
 
     def __init__(self, in_features: int, config: YosoConfig, activation: nn.Module | None = None):
         super().__init__()
@@ -192,8 +192,10 @@ class YosoResidual(nn.Module):
     def forward(self, features: Tensor, residual: Tensor) -> Tensor:
         tokens = features.shape[0] * features.shape[1]
         if self.activation is not None and self.training and tokens >= RECOMPUTED_TOKENS:
+            # an adapter in its place may drop at random; the generator cannot be read while a CUDA graph is captured
+            draws = type(self.dense) is not nn.Linear
             # ends with the last tensor that the backward needs: the projection is not computed twice
-            projected = checkpoint(self.project, features, use_reentrant=False)
+            projected = checkpoint(self.project, features, use_reentrant=False, preserve_rng_state=draws)
         else:
             projected = self.project(features)
         return self.LayerNorm(self.dropout(projected) + residual)
