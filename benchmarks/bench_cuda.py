@@ -271,6 +271,8 @@ def main() -> None:
     parser.add_argument("--authors", type=Path, help="a clone of mlpen/YOSO, for the group authors")
     parser.add_argument("--batch", type=int, default=16, help="sequences of a timed training step")
     args = parser.parse_args()
+    if args.authors is not None and not (args.authors / AUTHORS_SOURCES).is_dir():
+        parser.error(f"--authors {args.authors}: a clone of mlpen/YOSO has {AUTHORS_SOURCES}, this has not")
     rows, table = [], []
     for name in args.groups:
         group_rows, group_table = GROUPS[name](args)

@@ -432,3 +432,10 @@ def test_the_authors_kernels_are_verified(monkeypatch):
     monkeypatch.setattr(AuthorsKernels, "slope", 1.01)
     with pytest.raises(harness.WrongResult, match="gradient of query"):
         case.verify()
+
+
+def test_a_directory_without_the_authors_sources_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["bench_cuda.py", "--authors", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        bench_cuda.main()
+    assert "a clone of mlpen/YOSO has encoders/" in capsys.readouterr().err

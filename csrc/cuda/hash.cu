@@ -412,8 +412,9 @@ __global__ void __launch_bounds__(kThreads, 3)
         const int f = i / (kColumns / 2), c = i % (kColumns / 2) * 2;
         float2 left = make_float2(0, 0);
         if (f < functions && first + c < D) {
-          left = *reinterpret_cast<const float2*>(all + f * D + first + c);
-          left = make_float2(-left.x, -left.y);
+          // one by one: parameters may begin at any float
+          const float* direction = all + f * D + first + c;
+          left = make_float2(-direction[0], -direction[1]);
         }
 #pragma unroll
         for (int term = 0; term < kTerms; ++term) {

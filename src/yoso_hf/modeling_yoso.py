@@ -36,7 +36,7 @@ from .hashing import HashFunctions
 POSITION_OFFSET = 2
 IGNORED_LABEL = -100
 # from this many tokens of a batch on, activations are computed again in the backward: they are a quarter of what a
-# layer would keep for it, and take a hundredth of a step
+# layer would keep for it, and take little time
 RECOMPUTED_TOKENS = 4096
 # what of the code that is saved with a model each Auto class loads
 AUTO_MAP = {
