@@ -25,6 +25,13 @@ EXPECTATIONS = (True, False, "auto")
 # the forward and that of forward with backward, divided by m.
 EXACT_TOKENS_PER_HASH = 11
 
+if torch.__version__ >= "2.13":
+    from torch.compiler import is_exporting
+else:
+    # before, torch.compile took the public function for True
+    def is_exporting() -> bool:
+        return torch.compiler._is_exporting_flag
+
 
 def exact_is_cheaper(num_queries: int, num_keys: int, num_hash: int) -> bool:
     """Whether expectation="auto" takes the exact kernel: its cost grows as N M, that of sampling as (N + M) m.
@@ -42,7 +49,7 @@ def exact_is_cheaper(num_queries: int, num_keys: int, num_hash: int) -> bool:
     """
     dynamic = isinstance(num_queries, torch.SymInt) or isinstance(num_keys, torch.SymInt)
     # strict export, which hides from this code whether a length is dynamic, is refused altogether
-    if torch.compiler.is_exporting() and (dynamic or torch.compiler.is_dynamo_compiling()):
+    if is_exporting() and (dynamic or torch.compiler.is_dynamo_compiling()):
         raise ValueError(
             'expectation="auto" (of a model: use_expectation="auto") cannot be exported with a dynamic length '
             "or strict=True: choose True or False, or export a fixed length with strict=False"
