@@ -57,6 +57,48 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 @needs_emulator
+def test_every_access_to_memory_is_ordered_and_aligned(tmp_path):
+    """What compute-sanitizer's racecheck looks for, and where a barrier inside a warp is missing too."""
+    kernels = tmp_path / "kernels.so"
+    emulator.build(kernels, races=True)
+    code = """
+from test_kernels import Inputs
+from test_local_window import make_near, outputs
+from yoso_hf import ops
+
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for data, shape in (("random", (1, 2, 157, 301, 64, 64, 4, 6)), ("mixed", (1, 2, 157, 301, 64, 64, 4, 6)),
+                        ("mixed", (1, 1, 65, 90, 128, 100, 2, 3)), ("random", (1, 2, 33, 0, 64, 64, 3, 5))):
+        inputs = Inputs(data, shape, dtype)
+        inputs.hashes(ops, dtype)
+        inputs.sampled(ops, dtype)
+        inputs.expectation(ops, dtype)
+    *tensors, codes = make_near((1, 1, 130, 64, 40, 18, 6), dtype)
+    outputs(ops, *tensors, codes, 6, 40)
+"""
+    run_emulated(kernels, code)
+
+
+@needs_emulator
+def test_a_missing_barrier_is_found(tmp_path, monkeypatch):
+    """So that the test above can fail; what comes out is right all the same."""
+    root = copy_sources(tmp_path)
+    source = root / "csrc" / "cuda" / "sort.h"
+    source.write_text(source.read_text().replace("__syncwarp();", ";", 1))
+    monkeypatch.setattr(emulator, "ROOT", root)
+    code = """
+from test_kernels import Inputs
+from yoso_hf import ops
+inputs = Inputs("random", (1, 2, 33, 70, 64, 64, 4, 6), torch.bfloat16)
+inputs.sampled(ops, torch.bfloat16)
+"""
+    kernels = root / "kernels.so"
+    emulator.build(kernels, races=True)
+    with pytest.raises(AssertionError, match="a race"):
+        run_emulated(kernels, code)
+
+
+@needs_emulator
 def test_results_do_not_depend_on_the_order_of_threads_and_blocks(emulated_kernels, tmp_path):
     """The same bits: nothing is read before it is written, and no sum is in an order of chance."""
     code = """

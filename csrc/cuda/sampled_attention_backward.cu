@@ -300,7 +300,7 @@ __device__ __forceinline__ void add_two(float* to, float x, float y) {
 // Copies 16 bytes to shared memory, or clears these, while the thread goes on.
 __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool clear) {
 #ifdef YOSO_CUDA_EMULATOR
-  clear ? std::memset(to, 0, 16) : std::memcpy(to, from, 16);
+  emulator::copy_ahead(to, from, clear);
 #else
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :
@@ -311,7 +311,9 @@ __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool clea
 
 // Waits for the warp's copies.
 __device__ __forceinline__ void wait_for_copies() {
-#ifndef YOSO_CUDA_EMULATOR
+#ifdef YOSO_CUDA_EMULATOR
+  emulator::finish_copies();
+#else
   asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
   __syncwarp();

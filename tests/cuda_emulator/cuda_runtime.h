@@ -2,6 +2,7 @@
 // Blocks run one after the other, a block's threads as coroutines on one core: each runs until it waits for others.
 // Shared memory is NaN before a block starts; writing past it, and a barrier that not all reach, ends the process.
 // YOSO_EMULATOR_ORDER=reverse runs blocks and threads from the last to the first: results that differ are a race.
+// races.cpp, where it is linked, sees every access to memory.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <limits>
 #include <vector>
 
 #define YOSO_CUDA_EMULATOR
@@ -31,32 +31,16 @@ struct dim3 {
 struct alignas(8) float2 {
   float x, y;
 };
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
 struct alignas(8) uint2 {
   uint32_t x, y;
 };
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
-struct alignas(8) int2 {
-  int32_t x, y;
-};
-struct alignas(16) int4 {
-  int32_t x, y, z, w;
-};
-struct alignas(16) double2 {
-  double x, y;
-};
 inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-inline int2 make_int2(int32_t x, int32_t y) { return {x, y}; }
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
-constexpr int warpSize = 32;
 
 namespace emulator {
 
@@ -79,9 +63,18 @@ struct Barrier {
 
 struct Warp {
   Barrier barrier;
-  unsigned alive = 0;
+  // what the waiting lanes wait for, which must be the same; and how often all lanes have met in __syncwarp, which
+  // alone orders their accesses to memory
+  const void* operation = nullptr;
+  uint64_t syncs = 0;
   // what each lane shows the others
   alignas(64) unsigned char slots[32][64];
+};
+
+// 16 bytes for shared memory; zeros where there is nothing to read from.
+struct Copy {
+  void* to;
+  const void* from;
 };
 
 struct Thread {
@@ -90,6 +83,8 @@ struct Thread {
   // what it waits for, and the generation in which it began to
   const Barrier* barrier = nullptr;
   uint64_t generation = 0;
+  // what copies under way will write
+  std::vector<Copy> copies;
 
   bool waits() const { return barrier != nullptr && barrier->generation == generation; }
 };
@@ -99,13 +94,17 @@ struct Block {
   std::vector<Warp> warps;
   Barrier barrier;
   unsigned alive = 0, current = 0;
-  // whether anything happened since the scheduler last looked
-  bool progress = false;
+  // whether anything happened since the scheduler last looked, and whether a thread runs
+  bool progress = false, running = false;
+  // which one it is of all that ever ran, and of which launch
+  uint64_t serial = 0, launch = 0;
   std::function<void()> body;
   void* scheduler = nullptr;
 };
 inline Block block;
 inline std::vector<unsigned char> stacks;
+// Tells of an access that no code of the kernels makes.
+void note_access(const void* address, size_t bytes, bool write);
 
 // Saves the registers that a call preserves on the stack, and takes up another stack.
 extern "C" void yoso_emulator_switch(void** save, void* load);
@@ -136,7 +135,9 @@ inline void yield() {
   yoso_emulator_switch(&block.threads[block.current].stack_pointer, block.scheduler);
 }
 
-inline void wait(Barrier& barrier, unsigned expected) {
+// Calls opened() when all have come, before any of them goes on.
+template <class F>
+void wait(Barrier& barrier, unsigned expected, const F& opened) {
   Thread& thread = block.threads[block.current];
   thread.barrier = &barrier;
   thread.generation = barrier.generation;
@@ -144,19 +145,29 @@ inline void wait(Barrier& barrier, unsigned expected) {
   if (++barrier.arrived == expected) {
     barrier.arrived = 0;
     ++barrier.generation;
+    opened();
   } else {
     yield();
   }
 }
 
+// Sends 16 bytes, or zeros, on their way to shared memory. They are there after finish_copies, and may be earlier.
+void copy_ahead(void* to, const void* from, bool clear);
+void finish_copies();
+
 inline unsigned lane() { return block.current % 32; }
 inline Warp& warp() { return block.warps[block.current / 32]; }
 
-inline void wait_warp(uint32_t mask) {
+// Waits for the lanes of the mask at an operation; null stands for __syncwarp.
+inline void wait_warp(uint32_t mask, const void* operation = nullptr) {
   if ((mask >> lane() & 1) == 0) fail("a thread that is not in the mask");
+  if (warp().barrier.arrived == 0) warp().operation = operation;
+  if (warp().operation != operation) fail("lanes of a warp that wait for different operations");
   const unsigned warp_threads = std::min<size_t>(32, block.threads.size() - block.current / 32 * 32);
   const uint32_t existing = warp_threads == 32 ? ~0u : (1u << warp_threads) - 1;
-  wait(warp().barrier, std::popcount(mask & existing));
+  wait(warp().barrier, std::popcount(mask & existing), [&] {
+    if (operation == nullptr && (mask & existing) == existing) ++warp().syncs;
+  });
 }
 
 // Shows value to the lanes of the mask and gives f(), which may read theirs by peer<T>(lane).
@@ -167,15 +178,18 @@ const T& peer(unsigned lane) {
 template <class T, class F>
 auto exchange(uint32_t mask, const T& value, const F& f) {
   static_assert(sizeof(T) <= 64);
+  // its address tells the operations of one type from those of another
+  static const char operation = 0;
   std::memcpy(warp().slots[lane()], &value, sizeof(T));
-  wait_warp(mask);
+  wait_warp(mask, &operation);
   const auto result = f();
-  wait_warp(mask);
+  wait_warp(mask, &operation);
   return result;
 }
 
 inline void thread_main() {
   block.body();
+  if (!block.threads[block.current].copies.empty()) fail("copies that nobody waited for");
   Thread& thread = block.threads[block.current];
   thread.done = true;
   block.progress = true;
@@ -194,7 +208,6 @@ inline bool reverse() {
   return order != nullptr && std::strcmp(order, "reverse") == 0;
 }
 
-// defined with the shared memory
 unsigned char* shared_memory();
 
 inline void run_block(size_t shared_bytes) {
@@ -203,6 +216,7 @@ inline void run_block(size_t shared_bytes) {
   block.warps.assign((count + 31) / 32, {});
   block.barrier = {};
   block.alive = count;
+  ++block.serial;
   if (stacks.size() < count * kStackBytes) stacks.resize(count * kStackBytes);
   for (unsigned i = 0; i < count; ++i) {
     // the function that is returned to, below an address of its own; the stack is aligned as after a call
@@ -219,7 +233,9 @@ inline void run_block(size_t shared_bytes) {
       if (block.threads[i].done || block.threads[i].waits()) continue;
       block.current = i;
       threadIdx = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
+      block.running = true;
       yoso_emulator_switch(&block.scheduler, block.threads[i].stack_pointer);
+      block.running = false;
     }
     if (!block.progress) fail("a barrier that not all threads reach");
   }
@@ -229,21 +245,8 @@ inline void run_block(size_t shared_bytes) {
 
 }  // namespace emulator
 
-inline void __syncthreads() { emulator::wait(emulator::block.barrier, emulator::block.alive); }
-inline int __syncthreads_or(int predicate) {
-  // votes of this barrier and of the one after it, which may already be under way
-  static uint64_t generation[2] = {~uint64_t{0}, ~uint64_t{0}};
-  static int votes[2];
-  const uint64_t mine = emulator::block.barrier.generation;
-  if (generation[mine % 2] != mine) {
-    generation[mine % 2] = mine;
-    votes[mine % 2] = 0;
-  }
-  votes[mine % 2] |= predicate;
-  __syncthreads();
-  const int result = votes[mine % 2];
-  __syncthreads();
-  return result;
+inline void __syncthreads() {
+  emulator::wait(emulator::block.barrier, emulator::block.alive, [] {});
 }
 inline void __syncwarp(uint32_t mask = ~0u) { emulator::wait_warp(mask); }
 
@@ -264,12 +267,6 @@ T __shfl_up_sync(uint32_t mask, T value, unsigned delta, int width = 32) {
   const int source = lane % width >= static_cast<int>(delta) ? lane - delta : lane;
   return emulator::exchange(mask, value, [=] { return emulator::peer<T>(source); });
 }
-template <class T>
-T __shfl_down_sync(uint32_t mask, T value, unsigned delta, int width = 32) {
-  const int lane = emulator::lane();
-  const int source = lane % width + static_cast<int>(delta) < width ? lane + delta : lane;
-  return emulator::exchange(mask, value, [=] { return emulator::peer<T>(source); });
-}
 inline uint32_t __ballot_sync(uint32_t mask, int predicate) {
   return emulator::exchange(mask, predicate, [=] {
     uint32_t result = 0;
@@ -278,8 +275,6 @@ inline uint32_t __ballot_sync(uint32_t mask, int predicate) {
     return result;
   });
 }
-inline int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
-inline int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
 template <class T>
 uint32_t __match_any_sync(uint32_t mask, T value) {
   return emulator::exchange(mask, value, [=] {
@@ -298,18 +293,7 @@ inline int __clz(int x) { return std::countl_zero(static_cast<uint32_t>(x)); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
-inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
-inline float __frcp_rn(float x) { return 1 / x; }
-inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline double rsqrt(double x) { return 1 / std::sqrt(x); }
-template <class T>
-T __ldg(const T* x) {
-  return *x;
-}
-template <class T>
-T __ldcg(const T* x) {
-  return *x;
-}
 template <class T>
 T atomicAdd(T* x, T value) {
   const T old = *x;
@@ -332,16 +316,10 @@ template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
   return cudaSuccess;
 }
-inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
-  std::memset(memory, value, bytes);
-  return cudaSuccess;
-}
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes = 0;
   cudaStream_t stream = nullptr;
-  void* attrs = nullptr;
-  unsigned numAttrs = 0;
 };
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
@@ -352,6 +330,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   if (blockDim.x * blockDim.y * blockDim.z > 1024) emulator::fail("more threads than a block may have");
   if (gridDim.y > 65535 || gridDim.z > 65535) emulator::fail("more blocks than a dimension may have");
   emulator::block.body = [&] { kernel(static_cast<Parameters>(arguments)...); };
+  ++emulator::block.launch;
   const uint64_t blocks = uint64_t{gridDim.x} * gridDim.y * gridDim.z;
   for (uint64_t step = 0; step < blocks; ++step) {
     const uint64_t i = emulator::reverse() ? blocks - 1 - step : step;
