@@ -1,276 +1,239 @@
-// Sampled attention: every bucket's values are added up in shared memory, and every query reads its buckets there.
+// Sampled attention: every bucket's values are added up in a table, and every query adds up its buckets' sums. Both
+// are sums of rows that lie anywhere; tables are of a few heads at a time, which the second-level cache keeps.
 #include "sort.h"
 #include "unit_rows.h"
 
 namespace yoso {
 namespace {
 
-// A block has a multiprocessor and its shared memory for itself.
-constexpr int kThreads = 1024;
-// Two lanes have a row's slice, each 16 bytes of it: together what the second-level cache hands out at least. A table
-// holds sums in float32 or float64 (rounded to 16 bits they would cost accuracy), and each lane reads 16 bytes again.
-constexpr int kLaneBytes = 16, kRowLanes = 2;
+constexpr int kThreads = 256;
+// bytes that a lane has of a row
+constexpr int kPieceBytes = 16;
 template <class In>
-constexpr int kRowColumns = kLaneBytes / sizeof(In);
+constexpr int kColumns = kPieceBytes / sizeof(In);
+// Sums of bfloat16 are rounded to what they are sums of, which halves the bytes that queries read; float16 has too few
+// exponents for sums of many rows.
 template <class In>
-constexpr int kSliceColumns = kRowLanes * kRowColumns<In>;
-template <class In>
-constexpr int kSumColumns = kLaneBytes / sizeof(Accumulator<In>);
-template <class In>
-constexpr int64_t kEntryBytes = kSliceColumns<In> * sizeof(Accumulator<In>);
-// Rows and codes that a lane has under way; unaligned rows come element by element.
+using Sum = std::conditional_t<std::is_same_v<In, BFloat16>, BFloat16, Accumulator<In>>;
+// Rows that a lane has under way; unaligned ones come element by element.
 template <bool aligned>
 constexpr int kRowsAhead = aligned ? 4 : 2;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900
-// more would be spilled
-constexpr int kCodesAhead = 4;
-#else
-constexpr int kCodesAhead = 8;
-#endif
+template <class In>
+constexpr int kSumsAhead = 128 / (kColumns<In> * sizeof(Sum<In>));
 // A bucket of more rows, and of more than this many times the mean, is added up by a warp.
 constexpr int64_t kCrowd = 64, kCrowdOfMean = 4;
+// of the tables of a launch, unless that of one hash function of one head takes more
+constexpr int64_t kTableBytes = int64_t{64} << 20;
 
-// The tables of all hash functions, one after the other, are built and read a window at a time: of some hash
-// functions, or of a range of the codes of one.
-struct Windows {
-  int32_t num_hash, table_size;
-  // of a window
-  int32_t hashes, codes;
-
-  bool one() const { return hashes == num_hash && codes == table_size; }
-};
-
-// A block has a slice of a head's columns, and a chunk of the queries.
+// The heads from first_head on, and of their hash functions those from first_hash on.
 template <class In, class Code>
 struct Problem {
   // of all heads
   Rows<const In> value;
   Rows<In> out;
-  // from first_head on
+  // of first_head and all hash functions onwards
   const Code* query_codes;
   const int32_t *order, *starts;
-  // each slice's sums of the windows before, [heads, slices, N, columns of a slice]; none for one window
+  // [heads, hashes, table_size, row_columns]
+  Sum<In>* tables;
+  // [heads, N, row_columns], the sums of the hash functions before; unused where the tables hold all of these
   Accumulator<In>* sums;
-  int64_t first_head, H, N, M, Dv, slices, chunks;
-  int32_t crowd;
-  Windows windows;
+  // Dv rounded up to what a lane has
+  int64_t first_head, heads, H, N, M, Dv, row_columns;
+  int32_t num_hash, table_size, first_hash, hashes, crowd;
+  // that have a slice of a row, a power of two up to a warp; and slices of a row
+  int lanes, slices;
 };
 
-// How many of the columns left from the slice's first one on are the lane's.
-template <int columns>
-__device__ int part_of(int64_t left, int lane) {
-  left -= lane * columns;
-  return left < 0 ? 0 : left < columns ? static_cast<int>(left) : columns;
+// The row that the thread's lanes have a slice of, among `rows` of each head: an entry of the tables, or a query.
+struct Place {
+  int64_t head, row;
+  // the lane's columns are from this one on
+  int64_t column;
+  // of the lanes
+  int lane;
+
+  __device__ __forceinline__ Place(int64_t rows, int lanes, int slices, int columns) {
+    const int64_t block_rows = kThreads / lanes, blocks = (rows + block_rows - 1) / block_rows;
+    lane = threadIdx.x % lanes;
+    row = blockIdx.x % blocks * block_rows + threadIdx.x / lanes;
+    head = blockIdx.x / blocks / slices;
+    column = (blockIdx.x / blocks % slices * lanes + lane) * columns;
+  }
+};
+
+// How many blocks have all rows.
+int64_t blocks_for(int64_t heads, int64_t rows, int lanes, int slices) {
+  return heads * slices * divide_up(rows, kThreads / lanes);
 }
 
-template <class T>
-__device__ __forceinline__ void load_sums(const T* from, T (&sums)[kLaneBytes / sizeof(T)]) {
-  const uint4 bits = *reinterpret_cast<const uint4*>(from);
-  memcpy(sums, &bits, sizeof(bits));
-}
-
-template <class T>
-__device__ __forceinline__ void store_sums(const T* sums, T* to) {
-  uint4 bits;
-  memcpy(&bits, sums, sizeof(bits));
-  *reinterpret_cast<uint4*>(to) = bits;
-}
-
-// The part of a row that a lane has: `columns` of it, and zeros.
-template <class In, bool aligned>
-__device__ __forceinline__ void load_part(const In* row, int columns, In (&part)[kRowColumns<In>]) {
-  if constexpr (aligned) {
-    const uint4 bits = columns > 0 ? *reinterpret_cast<const uint4*>(row) : uint4{};
-    memcpy(part, &bits, sizeof(bits));
-  } else {
+// Loads `count` neighbours that are aligned to 16 bytes.
+template <int count, class T>
+__device__ __forceinline__ void load(const T* from, T (&to)[count]) {
 #pragma unroll
-    for (int c = 0; c < kRowColumns<In>; ++c) part[c] = c < columns ? row[c] : static_cast<In>(0.f);
+  for (int i = 0; i < count; i += kPieceBytes / sizeof(T)) {
+    const uint4 bits = *reinterpret_cast<const uint4*>(from + i);
+    memcpy(to + i, &bits, sizeof(bits));
   }
 }
 
-// Writes a lane's part of an output row.
-template <class In, bool aligned>
-__device__ __forceinline__ void store_part(const In (&part)[kSumColumns<In>], int columns, In* row) {
-  if constexpr (aligned) {
-    using Bits = std::conditional_t<sizeof(part) == 16, uint4, uint2>;
-    Bits bits;
-    memcpy(&bits, part, sizeof(bits));
-    if (columns > 0) *reinterpret_cast<Bits*>(row) = bits;
-  } else {
+template <int count, class T>
+__device__ __forceinline__ void store(const T (&from)[count], T* to) {
 #pragma unroll
-    for (int c = 0; c < kSumColumns<In>; ++c)
-      if (c < columns) row[c] = part[c];
+  for (int i = 0; i < count; i += kPieceBytes / sizeof(T)) {
+    uint4 bits;
+    memcpy(&bits, from + i, sizeof(bits));
+    *reinterpret_cast<uint4*>(to + i) = bits;
   }
 }
 
-// Adds the rows that order names at begin, begin + step, ... before end.
+// Adds the rows that order names at begin, begin + step, ... before end; of each, `columns` columns.
 template <class In, bool aligned>
 __device__ __forceinline__ void add_rows(const In* values, int64_t row_stride, int columns, const int32_t* order,
-                                         uint32_t begin, uint32_t end, int step,
-                                         Accumulator<In> (&sums)[kRowColumns<In>]) {
+                                         uint32_t begin, uint32_t end, uint32_t step,
+                                         Accumulator<In> (&sums)[kColumns<In>]) {
   constexpr int kAhead = kRowsAhead<aligned>;
   const auto row_at = [&](uint32_t place) { return place < end ? order[place] : -1; };
   int32_t next[kAhead];
 #pragma unroll
   for (int j = 0; j < kAhead; ++j) next[j] = row_at(begin + j * step);
   for (uint32_t place = begin; place < end; place += kAhead * step) {
-    In parts[kAhead][kRowColumns<In>];
+    In rows[kAhead][kColumns<In>] = {};
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j)
-      load_part<In, aligned>(values + next[j] * row_stride, next[j] >= 0 ? columns : 0, parts[j]);
+    for (int j = 0; j < kAhead; ++j) {
+      const In* from = values + next[j] * row_stride;
+      if constexpr (aligned) {
+        if (next[j] >= 0 && columns > 0) load(from, rows[j]);
+      } else {
+#pragma unroll
+        for (int c = 0; c < kColumns<In>; ++c)
+          if (next[j] >= 0 && c < columns) rows[j][c] = from[c];
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) next[j] = row_at(place + (kAhead + j) * step);
 #pragma unroll
     for (int j = 0; j < kAhead; ++j)
 #pragma unroll
-      for (int c = 0; c < kRowColumns<In>; ++c) sums[c] += static_cast<Accumulator<In>>(parts[j][c]);
+      for (int c = 0; c < kColumns<In>; ++c) sums[c] += static_cast<Accumulator<In>>(rows[j][c]);
   }
 }
 
-// Fills the tables of `hashes` hash functions for `codes` codes each: entry h * codes + c has the sum of a bucket.
-// Orders and starts are those of the first hash function, the latter from the first code on.
-template <class In, bool aligned>
-__device__ __forceinline__ void build_tables(const In* values, int64_t row_stride, int64_t Dv_left, int32_t crowd,
-                                             const int32_t* orders, int64_t M, const int32_t* starts,
-                                             int32_t table_size, int32_t hashes, int32_t codes) {
-  using T = Accumulator<In>;
-  const int lane = threadIdx.x % kRowLanes, warp_lane = threadIdx.x % kWarp;
-  const int32_t group = threadIdx.x / kRowLanes, entries = hashes * codes;
-  const int columns = part_of<kRowColumns<In>>(Dv_left, lane);
-  values += lane * kRowColumns<In>;
-  for (int32_t entry = group; entry - group < entries; entry += kThreads / kRowLanes) {
-    int32_t hash = 0, begin = 0, end = 0;
-    if (entry < entries) {
-      hash = entry / codes;
-      const int32_t* start = starts + hash * (int64_t{table_size} + 1) + entry % codes;
-      begin = start[0];
-      end = start[1];
-    }
-    T sums[kRowColumns<In>] = {};
-    const bool crowded = end - begin > crowd;
-    add_rows<In, aligned>(values, row_stride, columns, orders + hash * M, begin, crowded ? begin : end, 1, sums);
-    // the warp shares the rows of each crowded bucket of its lanes
-    uint32_t left = __ballot_sync(kAllLanes, crowded && lane == 0);
-    while (left != 0) {
-      const int owner = __ffs(left) - 1;
-      left &= left - 1;
-      const int32_t from = __shfl_sync(kAllLanes, begin, owner) + warp_lane / kRowLanes;
-      const int32_t to = __shfl_sync(kAllLanes, end, owner);
-      const int32_t* order = orders + __shfl_sync(kAllLanes, hash, owner) * M;
-      T part[kRowColumns<In>] = {};
-      add_rows<In, aligned>(values, row_stride, columns, order, from, to, kWarp / kRowLanes, part);
-#pragma unroll
-      for (int c = 0; c < kRowColumns<In>; ++c) {
-#pragma unroll
-        for (int other = kRowLanes; other < kWarp; other *= 2)
-          part[c] += __shfl_xor_sync(kAllLanes, part[c], other);
-        if (warp_lane - lane == owner) sums[c] = part[c];
-      }
-    }
-    if (entry < entries) {
-      T* to = shared_memory<T>() + entry * kSliceColumns<In> + lane * kRowColumns<In>;
-#pragma unroll
-      for (int c = 0; c < kRowColumns<In>; c += kSumColumns<In>) store_sums(sums + c, to + c);
-    }
-  }
-}
-
-template <class In, class Code, bool aligned>
-__global__ void __launch_bounds__(kThreads) sampled_attention_kernel(Problem<In, Code> p) {
-  using T = Accumulator<In>;
-  // lanes that have a query's slice
-  constexpr int kLanes = kSliceColumns<In> / kSumColumns<In>;
-  const Windows w = p.windows;
-  const int64_t chunk = blockIdx.x % p.chunks, slice = blockIdx.x / p.chunks % p.slices;
-  const int64_t place = blockIdx.x / (p.chunks * p.slices), head = p.first_head + place;
-  const int64_t first_column = slice * kSliceColumns<In>;
-  const In* values = p.value.at(head / p.H, head % p.H, 0) + first_column;
-  const int32_t* orders = p.order + place * w.num_hash * p.M;
-  const int32_t* starts = p.starts + place * w.num_hash * (int64_t{w.table_size} + 1);
-  const Code* query_codes = p.query_codes + place * w.num_hash * p.N;
-  const int lane = threadIdx.x % kLanes;
-  const int columns = part_of<kSumColumns<In>>(p.Dv - first_column, lane);
-  const T* table = shared_memory<T>() + lane * kSumColumns<In>;
-  T* window_sums = p.sums + (place * p.slices + slice) * p.N * kSliceColumns<In> + lane * kSumColumns<In>;
-  In* out = p.out.at(head / p.H, head % p.H, 0) + first_column + lane * kSumColumns<In>;
-  const int64_t first_query = chunk * p.N / p.chunks, last_query = (chunk + 1) * p.N / p.chunks;
-
-  for (int32_t first_hash = 0; first_hash < w.num_hash; first_hash += w.hashes) {
-    const int32_t hashes = min(w.hashes, w.num_hash - first_hash);
-    for (int32_t first_code = 0; first_code < w.table_size; first_code += w.codes) {
-      const int32_t codes = min(w.codes, w.table_size - first_code);
-      build_tables<In, aligned>(values, p.value.row_stride, p.Dv - first_column, p.crowd, orders + first_hash * p.M,
-                                p.M, starts + first_hash * (int64_t{w.table_size} + 1) + first_code, w.table_size,
-                                hashes, codes);
-      __syncthreads();
-
-      const bool first = first_hash == 0 && first_code == 0;
-      const bool last = first_hash + hashes == w.num_hash && first_code + codes == w.table_size;
-      for (int64_t query = first_query + threadIdx.x / kLanes; query < last_query; query += kThreads / kLanes) {
-        const Code* code_at = query_codes + first_hash * p.N + query;
-        T sums[kSumColumns<In>] = {};
-        bool found = false;
-        for (int32_t hash = 0; hash < hashes; hash += kCodesAhead) {
-          uint32_t code[kCodesAhead];
-#pragma unroll
-          for (int j = 0; j < kCodesAhead; ++j)
-            code[j] = hash + j < hashes ? static_cast<uint32_t>(code_at[(hash + j) * p.N]) - first_code : ~0u;
-#pragma unroll
-          for (int j = 0; j < kCodesAhead; ++j) {
-            if (code[j] >= static_cast<uint32_t>(codes)) continue;
-            found = true;
-            T part[kSumColumns<In>];
-            load_sums(table + ((hash + j) * codes + code[j]) * kSliceColumns<In>, part);
-#pragma unroll
-            for (int c = 0; c < kSumColumns<In>; ++c) sums[c] += part[c];
-          }
-        }
-        T* before = window_sums + query * kSliceColumns<In>;
-        if (!first && (found || last)) {
-          T part[kSumColumns<In>];
-          load_sums(before, part);
-#pragma unroll
-          for (int c = 0; c < kSumColumns<In>; ++c) sums[c] += part[c];
-        }
-        if (last) {
-          In part[kSumColumns<In>];
-#pragma unroll
-          for (int c = 0; c < kSumColumns<In>; ++c) part[c] = static_cast<In>(sums[c] * (T{1} / w.num_hash));
-          store_part<In, aligned>(part, columns, out + query * p.out.row_stride);
-        } else if (first || found) {
-          store_sums(sums, before);
-        }
-      }
-      __syncthreads();
-    }
-  }
-}
-
-// As few windows as the shared memory allows, of about the same size.
+// How many of the columns from `first` on are the lane's.
 template <class In>
-Windows find_windows(const Device& device, int64_t num_hash, int64_t hash_code_len) {
-  const int64_t table_size = int64_t{1} << hash_code_len;
-  const int64_t fitting = static_cast<int64_t>(device.shared_bytes()) / kEntryBytes<In>;
-  const int64_t hashes = std::max<int64_t>(fitting / table_size, 1), codes = std::min(fitting, table_size);
-  const auto even = [](int64_t all, int64_t most) {
-    return static_cast<int32_t>(divide_up(all, divide_up(all, most)));
-  };
-  return {static_cast<int32_t>(num_hash), static_cast<int32_t>(table_size), even(num_hash, hashes),
-          even(table_size, codes)};
+__device__ __forceinline__ int columns_of_lane(int64_t columns, int64_t first) {
+  return static_cast<int>(min(max(columns - first, int64_t{0}), int64_t{kColumns<In>}));
 }
 
-// whether 16 bytes can be read at a time
+// Fills the tables.
+template <class In, class Code, bool aligned>
+__global__ void __launch_bounds__(kThreads, 3) build_tables_kernel(Problem<In, Code> p) {
+  using T = Accumulator<In>;
+  const int64_t entries = int64_t{p.hashes} * p.table_size;
+  const Place place(entries, p.lanes, p.slices, kColumns<In>);
+  const int64_t head = p.first_head + place.head, first_list = place.head * p.num_hash + p.first_hash;
+  const In* values = p.value.at(head / p.H, head % p.H, 0) + place.column;
+  const int columns = columns_of_lane<In>(p.Dv, place.column);
+  int32_t hash = 0, begin = 0, end = 0;
+  if (place.row < entries) {
+    hash = static_cast<int32_t>(place.row / p.table_size);
+    const int32_t* start = p.starts + (first_list + hash) * (p.table_size + 1) + place.row % p.table_size;
+    begin = start[0];
+    end = start[1];
+  }
+  T sums[kColumns<In>] = {};
+  const bool crowded = end - begin > p.crowd;
+  add_rows<In, aligned>(values, p.value.row_stride, columns, p.order + (first_list + hash) * p.M, begin,
+                        crowded ? begin : end, 1, sums);
+  // the warp shares the rows of each crowded bucket of its lanes
+  const int warp_lane = threadIdx.x % kWarp;
+  for (uint32_t left = __ballot_sync(kAllLanes, crowded && place.lane == 0); left != 0; left &= left - 1) {
+    const int owner = __ffs(left) - 1;
+    const int32_t from = __shfl_sync(kAllLanes, begin, owner) + warp_lane / p.lanes;
+    const int32_t to = __shfl_sync(kAllLanes, end, owner);
+    const int32_t* order = p.order + (first_list + __shfl_sync(kAllLanes, hash, owner)) * p.M;
+    T part[kColumns<In>] = {};
+    add_rows<In, aligned>(values, p.value.row_stride, columns, order, from, to, kWarp / p.lanes, part);
+#pragma unroll
+    for (int c = 0; c < kColumns<In>; ++c) {
+      for (int other = p.lanes; other < kWarp; other *= 2) part[c] += __shfl_xor_sync(kAllLanes, part[c], other);
+      if (warp_lane - place.lane == owner) sums[c] = part[c];
+    }
+  }
+  if (place.row >= entries || columns == 0) return;
+  Sum<In> rounded[kColumns<In>];
+#pragma unroll
+  for (int c = 0; c < kColumns<In>; ++c) rounded[c] = static_cast<Sum<In>>(sums[c]);
+  store(rounded, p.tables + (place.head * entries + place.row) * p.row_columns + place.column);
+}
+
+// Adds up the queries' buckets.
+template <class In, class Code, bool aligned>
+__global__ void __launch_bounds__(kThreads, 3) read_tables_kernel(Problem<In, Code> p) {
+  using T = Accumulator<In>;
+  constexpr int kAhead = kSumsAhead<In>;
+  const Place place(p.N, p.lanes, p.slices, kColumns<In>);
+  const int columns = columns_of_lane<In>(p.Dv, place.column);
+  if (place.row >= p.N || columns == 0) return;
+  const Code* codes = p.query_codes + (place.head * p.num_hash + p.first_hash) * p.N + place.row;
+  const Sum<In>* tables =
+      p.tables + place.head * p.hashes * p.table_size * p.row_columns + place.column;
+  // no entry where there is no such hash function, or the code has no bucket
+  const auto entry_of = [&](int32_t hash) {
+    const uint32_t code = hash < p.hashes ? static_cast<uint32_t>(codes[hash * p.N]) : ~0u;
+    return code < static_cast<uint32_t>(p.table_size) ? static_cast<int32_t>(hash * p.table_size + code) : -1;
+  };
+  int32_t next[kAhead];
+#pragma unroll
+  for (int j = 0; j < kAhead; ++j) next[j] = entry_of(j);
+  T sums[kColumns<In>] = {};
+  for (int32_t hash = 0; hash < p.hashes; hash += kAhead) {
+    Sum<In> rows[kAhead][kColumns<In>] = {};
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j)
+      if (next[j] >= 0) load(tables + next[j] * p.row_columns, rows[j]);
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) next[j] = entry_of(hash + kAhead + j);
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j)
+#pragma unroll
+      for (int c = 0; c < kColumns<In>; ++c) sums[c] += static_cast<T>(rows[j][c]);
+  }
+
+  T* before = p.sums + (place.head * p.N + place.row) * p.row_columns + place.column;
+  if (p.first_hash > 0) {
+    T part[kColumns<In>];
+    load(before, part);
+#pragma unroll
+    for (int c = 0; c < kColumns<In>; ++c) sums[c] += part[c];
+  }
+  if (p.first_hash + p.hashes < p.num_hash) return store(sums, before);
+  const int64_t head = p.first_head + place.head;
+  In* to = p.out.at(head / p.H, head % p.H, place.row) + place.column;
+  In rounded[kColumns<In>];
+#pragma unroll
+  for (int c = 0; c < kColumns<In>; ++c) rounded[c] = static_cast<In>(sums[c] * (T{1} / p.num_hash));
+  if constexpr (aligned) {
+    store(rounded, to);
+  } else {
+#pragma unroll
+    for (int c = 0; c < kColumns<In>; ++c)
+      if (c < columns) to[c] = rounded[c];
+  }
+}
+
+// whether all of a lane's columns can be read at once
 template <class T>
 bool aligned(const Rows<T>& rows, int64_t columns) {
   const int64_t strides = rows.batch_stride | rows.head_stride | rows.row_stride | columns;
-  return (reinterpret_cast<uintptr_t>(rows.data) | strides * sizeof(T)) % kLaneBytes == 0;
+  return (reinterpret_cast<uintptr_t>(rows.data) | strides * sizeof(T)) % kPieceBytes == 0;
 }
 
 template <class In, class Code>
 void sampled_forward(const Device& device, const Tensor& query_codes, const Tensor& key_codes, const Tensor& value,
                      int64_t hash_code_len, const Tensor& out) {
-  using T = Accumulator<In>;
-  const int64_t heads = value.size(0) * value.size(1), num_hash = query_codes.size(2);
+  const int64_t all_heads = value.size(0) * value.size(1), num_hash = query_codes.size(2);
+  const int64_t table_size = int64_t{1} << hash_code_len;
   Problem<In, Code> p;
   p.value = rows_of<In>(value);
   p.out = mutable_rows_of<In>(out);
@@ -278,27 +241,45 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   p.N = out.size(2);
   p.M = value.size(2);
   p.Dv = value.size(3);
-  p.windows = find_windows<In>(device, num_hash, hash_code_len);
-  constexpr int64_t kSlice = kSliceColumns<In>;
-  p.slices = divide_up(p.Dv, kSlice);
+  p.row_columns = round_up(p.Dv, kColumns<In>);
+  p.num_hash = static_cast<int32_t>(num_hash);
+  p.table_size = static_cast<int32_t>(table_size);
   p.crowd = static_cast<int32_t>(std::max(kCrowd, kCrowdOfMean * (p.M >> hash_code_len)));
-  const int64_t group = heads_at_once(heads, num_hash, p.M, hash_code_len);
-  // every chunk builds the tables again, so only where multiprocessors would idle
-  p.chunks = std::clamp<int64_t>(device.num_multiprocessors() / (group * p.slices), 1,
-                                 divide_up(p.N, kThreads));
-  const int64_t num_sums = p.windows.one() ? 0 : group * p.slices * p.N * kSlice;
-  Tensor sums = torch::stable::new_empty(out, {num_sums}, length_dtype(out));
-  p.sums = static_cast<T*>(sums.mutable_data_ptr());
-  const auto kernel = aligned(p.value, p.Dv) && aligned(p.out, p.Dv) ? sampled_attention_kernel<In, Code, true>
-                                                                    : sampled_attention_kernel<In, Code, false>;
-  for (p.first_head = 0; p.first_head < heads; p.first_head += group) {
-    const int64_t count = std::min(group, heads - p.first_head);
-    const SortedCodes sorted = sort_codes(device, key_codes, p.first_head, count, hash_code_len);
-    p.query_codes = static_cast<const Code*>(query_codes.const_data_ptr()) + p.first_head * num_hash * p.N;
-    p.order = static_cast<const int32_t*>(sorted.order.const_data_ptr());
-    p.starts = static_cast<const int32_t*>(sorted.starts.const_data_ptr());
-    launch(device, kernel, count * p.slices * p.chunks, kThreads,
-           p.windows.hashes * int64_t{p.windows.codes} * kEntryBytes<In>, p);
+  for (p.lanes = 1; p.lanes < kWarp && p.lanes * kColumns<In> < p.Dv; p.lanes *= 2) continue;
+  p.slices = static_cast<int>(divide_up(p.Dv, p.lanes * kColumns<In>));
+
+  const int64_t heads_sorted = heads_at_once(all_heads, num_hash, p.M, hash_code_len);
+  // tables of all hash functions of some heads, or of some hash functions of one
+  const int64_t tables = kTableBytes / (table_size * p.row_columns * static_cast<int64_t>(sizeof(Sum<In>)));
+  const int64_t heads_added = std::clamp<int64_t>(tables / num_hash, 1, heads_sorted);
+  const int64_t hashes_added = std::clamp<int64_t>(tables, 1, num_hash);
+  const Tensor memory = torch::stable::new_empty(
+      value, {heads_added * hashes_added * table_size * p.row_columns * static_cast<int64_t>(sizeof(Sum<In>))},
+      ScalarType::Byte);
+  p.tables = static_cast<Sum<In>*>(memory.mutable_data_ptr());
+  const int64_t num_sums = hashes_added < num_hash ? heads_added * p.N * p.row_columns : 0;
+  const Tensor sums = torch::stable::new_empty(value, {num_sums}, length_dtype(value));
+  p.sums = static_cast<Accumulator<In>*>(sums.mutable_data_ptr());
+  const bool whole = aligned(p.value, p.Dv) && aligned(p.out, p.Dv);
+  const auto build = whole ? build_tables_kernel<In, Code, true> : build_tables_kernel<In, Code, false>;
+  const auto read = whole ? read_tables_kernel<In, Code, true> : read_tables_kernel<In, Code, false>;
+
+  for (int64_t sorted = 0; sorted < all_heads; sorted += heads_sorted) {
+    const int64_t sorted_end = std::min(sorted + heads_sorted, all_heads);
+    const SortedCodes keys = sort_codes(device, key_codes, sorted, sorted_end - sorted, hash_code_len);
+    for (p.first_head = sorted; p.first_head < sorted_end; p.first_head += heads_added) {
+      const int64_t heads = std::min(heads_added, sorted_end - p.first_head);
+      const int64_t list = (p.first_head - sorted) * num_hash;
+      p.query_codes = static_cast<const Code*>(query_codes.const_data_ptr()) + p.first_head * num_hash * p.N;
+      p.order = static_cast<const int32_t*>(keys.order.const_data_ptr()) + list * p.M;
+      p.starts = static_cast<const int32_t*>(keys.starts.const_data_ptr()) + list * (table_size + 1);
+      for (int64_t first = 0; first < num_hash; first += hashes_added) {
+        p.first_hash = static_cast<int32_t>(first);
+        p.hashes = static_cast<int32_t>(std::min(hashes_added, num_hash - first));
+        launch(device, build, blocks_for(heads, p.hashes * table_size, p.lanes, p.slices), kThreads, 0, p);
+        launch(device, read, blocks_for(heads, p.N, p.lanes, p.slices), kThreads, 0, p);
+      }
+    }
   }
 }
 
@@ -318,7 +299,6 @@ std::tuple<Tensor, Tensor> sampled_attention_cuda(const Tensor&, const Tensor&, 
       });
     });
   }
-  // not before: a block of the kernel has only some columns of a row
   if (unit) scale_to_unit_rows(device, out, inverse_length);
   return {out, inverse_length};
 }
