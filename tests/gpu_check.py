@@ -8,14 +8,15 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
 ROOT = Path(__file__).parents[1]
-# what computes on the device that the tests put their tensors on
-TESTS = ["ops", "kernels", "local_window", "hashing", "attention", "cuda_device", "modeling_yoso"]
+# what computes on the device that the tests put their tensors on, and what of it runs at the same time
+TESTS = ["ops kernels hashing", "local_window attention", "cuda_device modeling_yoso"]
 SANITIZED = """
 import torch
 from test_kernels import Inputs
@@ -30,16 +31,17 @@ torch.cuda.synchronize()
 
 
 def run(name: str, command: list[str], limit: int, **environment: str) -> tuple[str, str, float]:
-    """Run a step, with its output as it comes; its name, how it ended, and the seconds it took."""
-    print(f"\n== {name}", flush=True)
+    """Run a step, and print what it printed; its name, how it ended, and the seconds it took."""
     start = perf_counter()
     paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": ROOT, "env": environment}
     try:
-        status = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit).returncode
-        result = "passed" if status == 0 else f"FAILED ({status})"
-    except subprocess.TimeoutExpired:
-        result = f"STOPPED after {limit} s"
+        done = subprocess.run(command, timeout=limit, **options)
+        output, result = done.stdout, "passed" if done.returncode == 0 else f"FAILED ({done.returncode})"
+    except subprocess.TimeoutExpired as stopped:
+        output, result = stopped.stdout or b"", f"STOPPED after {limit} s"
+    print(f"\n== {name}\n{output.decode(errors='replace')}", flush=True)
     return name, result, perf_counter() - start
 
 
@@ -58,8 +60,19 @@ def main() -> int:
         )
     ]
     if steps[0][1] == "passed":
-        tests = [f"tests/test_{name}.py" for name in TESTS]
-        steps.append(run("tests", [python, "-m", "pytest", "-q", *tests], 180, YOSO_TEST_DEVICE="cuda"))
+        pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        with ThreadPoolExecutor() as pool:
+            tests = [
+                pool.submit(
+                    run,
+                    names,
+                    [*pytest, *(f"tests/test_{name}.py" for name in names.split())],
+                    180,
+                    YOSO_TEST_DEVICE="cuda",
+                )
+                for names in TESTS
+            ]
+        steps += [test.result() for test in tests]
         sanitizer = shutil.which("compute-sanitizer")
         for tool in ("memcheck", "racecheck") if sanitizer else ():
             command = [sanitizer, "--tool", tool, "--error-exitcode", "1", python, "-c", SANITIZED]
@@ -67,7 +80,7 @@ def main() -> int:
         steps.append(run("benchmarks", [python, "benchmarks/bench_cuda.py"], 150))
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for name, result, seconds in steps:
-        print(f"{name:12s} {result:20s} {seconds:6.0f} s")
+        print(f"{name:26s} {result:20s} {seconds:6.0f} s")
     return int(any(result != "passed" for _, result, _ in steps))
 
 
