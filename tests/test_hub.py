@@ -263,6 +263,8 @@ def test_a_pushed_model_has_weights_configuration_code_and_card(hub):
         for name in CODE:
             assert files[name] == (Path(yoso_hf.__file__).parent / name).read_bytes()
         assert json.loads(files["config.json"])["auto_map"] == AUTO_MAP
+    guide = (ROOT / "docs" / "hub.md").read_text()
+    assert {name for name in MODEL_FILES if f"`{name}`" not in guide} == set()
     # weights went the way of large files
     assert [path for method, path in hub.requests if method == "PUT" and path.startswith("/lfs/")]
 
