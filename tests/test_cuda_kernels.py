@@ -123,6 +123,23 @@ torch.save(results, sys.argv[1])
         assert torch.equal(one, other)
 
 
+@needs_emulator
+def test_wide_values_are_added_up_in_slices_but_not_scaled(emulated_kernels):
+    code = """
+import pytest
+from test_kernels import Inputs
+from yoso_hf import ops, reference
+
+inputs = Inputs("random", (1, 2, 21, 33, 16, 264, 3, 4), torch.float64)
+arguments = (inputs.query, inputs.key, inputs.value, *inputs.codes, inputs.tau, False)
+got, _ = ops.sampled_attention(*arguments, False)
+torch.testing.assert_close(got, reference.sampled_attention(*arguments, False)[0])
+with pytest.raises(RuntimeError, match="scale rows of at most 256 columns, got value with 264"):
+    ops.sampled_attention(*arguments, True)
+"""
+    run_emulated(emulated_kernels, code)
+
+
 @needs_nvcc
 def test_kernels_compile_without_spills_link_and_load_beside_a_torch_without_cuda(tmp_path):
     root = copy_sources(tmp_path)
