@@ -15,9 +15,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import setuptools
 import torch
-from setuptools import setup
 from torch.utils import cpp_extension
+
+# older ones fail on pyproject.toml, in other words
+if int(setuptools.__version__.split(".")[0]) < 77:
+    sys.exit(f"yoso_hf: setuptools 77 or newer is needed, this is {setuptools.__version__}: pip install -U setuptools")
 
 ROOT = Path(__file__).parent
 # the oldest torch whose stable ABI has parallel_for and const_data_ptr; every later torch loads the binary
@@ -107,7 +111,7 @@ extension = cpp_extension.CppExtension(
     py_limited_api=True,
 )
 
-setup(
+setuptools.setup(
     ext_modules=[extension],
     cmdclass={"build_ext": BuildExtension},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

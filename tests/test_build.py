@@ -46,6 +46,14 @@ def test_without_a_compiler_the_install_succeeds_and_says_so_in_one_line(tmp_pat
     assert "the slower reference path runs" in run.stderr
 
 
+def test_an_old_setuptools_is_named(tmp_path):
+    root = copy_sources(tmp_path)
+    code = "import runpy, setuptools; setuptools.__version__ = '65.5.0'; runpy.run_path('setup.py')"
+    run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert run.stderr == "yoso_hf: setuptools 77 or newer is needed, this is 65.5.0: pip install -U setuptools\n"
+
+
 def test_required_cuda_that_is_missing_is_an_error(tmp_path):
     root = copy_sources(tmp_path)
     shutil.rmtree(root / "csrc" / "cpu")
