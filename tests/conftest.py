@@ -2,7 +2,17 @@
 
 import os
 
+import pytest
 import torch
 
 if "YOSO_TEST_DEVICE" in os.environ:
+    # test_ops.py's poisoned_memory asks for deterministic algorithms, which cuBLAS refuses without
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_default_device(os.environ["YOSO_TEST_DEVICE"])
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """What random numbers on the default device come from."""
+    device = torch.get_default_device()
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]

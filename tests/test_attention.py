@@ -231,14 +231,14 @@ def test_auto_is_the_exact_call_up_to_the_crossing_and_the_sampled_one_beyond_it
         assert torch.equal(yoso_attention(*arguments, expectation="auto", **options), auto[0])
 
 
-def test_auto_draws_hash_functions_only_to_sample():
+def test_auto_draws_hash_functions_only_to_sample(generator):
     for length in (CROSSING, CROSSING + 1):
         arguments = inputs(1, 2, length, length)
-        state = torch.get_rng_state()
+        state = generator.get_state()
         auto = yoso_attention(*arguments, num_hash=8, hash_code_len=4, expectation="auto")
-        drawn = not torch.equal(torch.get_rng_state(), state)
+        drawn = not torch.equal(generator.get_state(), state)
         assert drawn == (length > CROSSING)
-        torch.set_rng_state(state)
+        generator.set_state(state)
         assert torch.equal(auto, yoso_attention(*arguments, num_hash=8, hash_code_len=4, expectation=not drawn))
 
 
@@ -293,7 +293,7 @@ def test_autocast_and_compile_give_the_eager_result():
         return yoso_attention(query, key, value, hash_functions=functions)
 
     plain = attention(query, key, value)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(query.device.type, torch.bfloat16):
         torch.testing.assert_close(attention(query, key, value), plain)
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     grad = torch.randn(2, 3, 20, 12)
@@ -377,7 +377,10 @@ def test_expectation_at_16384_stays_under_a_gigabyte(path):
             r"key must have query's batch and heads \[2, 3\], got shape \[1, 3, 25, 16\]",
         ),
         ({"value": torch.zeros(2, 3, 24, 12)}, "value must have key's length 25, got 24"),
-        ({"value": torch.zeros(2, 3, 25, 12, device="meta")}, "value is on meta, but query is on cpu"),
+        (
+            {"value": torch.zeros(2, 3, 25, 12, device="meta")},
+            f"value is on meta, but query is on {torch.get_default_device()}",
+        ),
         (
             {"key_mask": torch.ones(2, 20, dtype=torch.bool)},
             r"key_mask must have shape \[B, M\] = \[2, 25\], got \[2, 20\]",

@@ -302,13 +302,13 @@ def test_auto_is_exact_up_to_the_crossing_and_sampled_beyond_it():
         assert (actual - different)[0, : CROSSING - 5].abs().max() > 1e-2
 
 
-def test_auto_draws_hash_functions_in_training_only_to_sample():
+def test_auto_draws_hash_functions_in_training_only_to_sample(generator):
     model = make_model(YosoModel, hidden_dropout_prob=0.0, **AUTO).train()
     ids = make_ids(1, CROSSING + 1)
     for length in (CROSSING, CROSSING + 1):
-        state = torch.get_rng_state()
+        state = generator.get_state()
         model(ids[:, :length])
-        assert torch.equal(torch.get_rng_state(), state) == (length == CROSSING)
+        assert torch.equal(generator.get_state(), state) == (length == CROSSING)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -546,7 +546,7 @@ def test_bfloat16_is_near_float32(use_expectation):
     model = make_model(YosoForMaskedLM, use_expectation=use_expectation, initializer_range=0.1, num_hash=64)
     ids, mask = make_ids(4, 40), make_mask([40, 31, 5, 1], 40)
     expected = model(ids, attention_mask=mask).logits[mask]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         autocast = model(ids, attention_mask=mask).logits[mask]
     half = copy.deepcopy(model).to(torch.bfloat16)(ids, attention_mask=mask).logits[mask]
     assert half.dtype == torch.bfloat16
@@ -663,6 +663,14 @@ def test_resized_embeddings(tied, tmp_path):
     assert_near(loaded(ids).logits, model(ids).logits)
 
 
+@pytest.fixture
+def on_cpu():
+    with torch.device("cpu"):
+        yield
+
+
+# data loaders shuffle and batch on the CPU
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 def test_two_steps_of_trainer(tmp_path):
     model = make_model(YosoForMaskedLM, use_expectation=False, sparse_prediction=True)
@@ -707,7 +715,7 @@ def test_two_steps_of_trainer(tmp_path):
     ],
 )
 def test_wrong_mask(mask, given):
-    allowed = r"bool or integer tensor of shape \[2, 10\] on cpu"
+    allowed = rf"bool or integer tensor of shape \[2, 10\] on {torch.get_default_device()}"
     with pytest.raises(ValueError, match=f"attention_mask must be a {allowed}.*got {given}"):
         make_model(YosoForMaskedLM)(make_ids(2, 10), attention_mask=mask)
 
