@@ -44,6 +44,7 @@ def test_work_is_on_the_current_stream():
     query, key, value = tensors(1, 2, 4096)
     expected = step(query, key, value, hash_functions=(functions := HashFunctions.sample(2, 64, 8, 9, device="cuda")))
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         # the inputs are ready long after the kernels are asked for
         torch.cuda._sleep(100_000_000)

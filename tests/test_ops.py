@@ -35,11 +35,15 @@ def poisoned_memory():
 def make(shape, dtype, seed=0):
     B, H, N, M, D, Dv, num_hash, hash_code_len = shape
     torch.manual_seed(seed)
-    # [B, rows, H, *] seen as [B, H, rows, *], as a model's projections come
-    query, key = (torch.randn(B, n, H, D).transpose(1, 2).to(dtype) for n in (N, M))
-    value, grad = (torch.randn(B, n, H, Dv).transpose(1, 2).to(dtype) for n in (M, N))
-    functions = HashFunctions.sample(H, D, num_hash, hash_code_len)
-    mask = torch.rand(B, M) > 0.25
+    # the same numbers on every device: with others, rounding errors of a few elements could be out of proportion
+    with torch.device("cpu"):
+        # [B, rows, H, *] seen as [B, H, rows, *], as a model's projections come
+        query, key = (torch.randn(B, n, H, D).transpose(1, 2).to(dtype) for n in (N, M))
+        value, grad = (torch.randn(B, n, H, Dv).transpose(1, 2).to(dtype) for n in (M, N))
+        functions = HashFunctions.sample(H, D, num_hash, hash_code_len)
+        mask = torch.rand(B, M) > 0.25
+    functions.parameters = functions.parameters.to(DEVICE)
+    query, key, value, grad, mask = (x.to(DEVICE) for x in (query, key, value, grad, mask))
     codes = functions.codes(query), functions.codes(key, mask)
     return query, key, value, grad, functions, mask, codes
 

@@ -106,6 +106,9 @@ class YosoSelfAttention(nn.Module):
             )
         seeded = self.hash_seed is not None and self.expectation is not True
         hash_parameters = self.seeded_hash_parameters() if seeded else None
+        if seeded and not self.query.weight.is_meta:
+            # torch.set_default_device and torch.device as a context move the weights
+            hash_parameters = hash_parameters.to(self.query.weight.device)
         self.register_buffer("hash_parameters", hash_parameters, persistent=False)
 
     def _apply(self, fn, recurse=True):
