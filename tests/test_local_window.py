@@ -179,9 +179,7 @@ def test_a_window_over_the_whole_length_gives_the_expectation(length, normalizat
             continue
         near = {"hash_functions": functions, "local_window": window, **options}
         torch.testing.assert_close(gradients(wide, grad, **near), exact)
-        # gradients of one or two tokens cancel: how rounding errors compare is luck, which the CPU's numbers have
-        if length > 2 or grad.device.type == "cpu":
-            assert_as_close_as_pytorch(gradients(narrow, grad.float(), **near), same_dtype, exact)
+        assert_as_close_as_pytorch(gradients(narrow, grad.float(), **near), same_dtype, exact)
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot_product"])

@@ -38,7 +38,7 @@ struct Problem {
   // [B, H, N], of the output rows that are to have length one; null where these stay as they are
   Accumulator<In>* inverse_length;
   // Dv rounded up to what a lane has
-  int64_t first_head, heads, H, N, M, Dv, row_columns;
+  int64_t first_head, H, N, M, Dv, row_columns;
   int32_t num_hash, table_size, first_hash, hashes, crowd;
   // that have a slice of a row, a power of two up to a warp; and slices of a row, one where these get length one
   int lanes, slices;
