@@ -60,7 +60,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 def test_every_access_to_memory_is_ordered_and_aligned(tmp_path):
     """What compute-sanitizer's racecheck looks for, and where a barrier inside a warp is missing too."""
     kernels = tmp_path / "kernels.so"
-    emulator.build(kernels, races=True)
+    emulator.build(kernels, watch="races")
     code = """
 from test_kernels import Inputs
 from test_local_window import make_near, outputs
@@ -93,7 +93,7 @@ inputs = Inputs("random", (1, 2, 33, 70, 64, 64, 4, 6), torch.bfloat16)
 inputs.sampled(ops, torch.bfloat16)
 """
     kernels = root / "kernels.so"
-    emulator.build(kernels, races=True)
+    emulator.build(kernels, watch="races")
     with pytest.raises(AssertionError, match="a race"):
         run_emulated(kernels, code)
 
@@ -155,3 +155,18 @@ def test_kernels_compile_without_spills_link_and_load_beside_a_torch_without_cud
     environment = {**os.environ, "PYTHONPATH": str(root / "src")}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout == "['cuda']\n"
+
+
+@needs_emulator
+def test_counts_of_bytes():
+    """Every hash function reads every value once, and what finds it, and writes its table."""
+    script = TESTS / "cuda_emulator" / "count.py"
+    run = subprocess.run([sys.executable, str(script), "--num_hash", "2"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-5000:]
+    rows = [line.split() for line in run.stdout.splitlines() if "_kernel" in line]
+    kernels = {name: [float(number) for number in numbers] for name, *numbers in rows}
+    values, tables = (192 * 32 * count * 64 * 2 / 1e9 for count in (4096, 2**9))
+    read, written, added, shared, _ = kernels["build_tables_kernel"]
+    assert values <= read <= 1.1 * values
+    assert written == pytest.approx(tables, abs=0.01)
+    assert added == shared == 0

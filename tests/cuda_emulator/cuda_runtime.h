@@ -2,7 +2,7 @@
 // Blocks run one after the other, a block's threads as coroutines on one core: each runs until it waits for others.
 // Shared memory is NaN before a block starts; writing past it, and a barrier that not all reach, ends the process.
 // YOSO_EMULATOR_ORDER=reverse runs blocks and threads from the last to the first: results that differ are a race.
-// races.cpp, where it is linked, sees every access to memory.
+// hooks.cpp, where it is linked, shows every access to memory to races.cpp or traffic.cpp.
 #pragma once
 
 #include <algorithm>
@@ -96,15 +96,19 @@ struct Block {
   unsigned alive = 0, current = 0;
   // whether anything happened since the scheduler last looked, and whether a thread runs
   bool progress = false, running = false;
-  // which one it is of all that ever ran, and of which launch
+  // which one it is of all that ever ran, of which launch, and of what
   uint64_t serial = 0, launch = 0;
+  const void* kernel = nullptr;
   std::function<void()> body;
   void* scheduler = nullptr;
 };
 inline Block block;
 inline std::vector<unsigned char> stacks;
-// Tells of an access that no code of the kernels makes.
-void note_access(const void* address, size_t bytes, bool write);
+// What is told of every access to memory that threads share: races.cpp or traffic.cpp has it, or nobody asks.
+enum class Access { kRead, kWrite, kAdd, kWriteUntilWaitedFor };
+void on_access(Access access, const void* address, size_t bytes, const void* caller);
+// Whether an address is of the block's own memory.
+bool is_shared(const void* address);
 
 // Saves the registers that a call preserves on the stack, and takes up another stack.
 extern "C" void yoso_emulator_switch(void** save, void* load);
@@ -295,7 +299,8 @@ inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline double rsqrt(double x) { return 1 / std::sqrt(x); }
 template <class T>
-T atomicAdd(T* x, T value) {
+__attribute__((noinline, no_sanitize("thread"))) T atomicAdd(T* x, T value) {
+  emulator::on_access(emulator::Access::kAdd, x, sizeof(T), __builtin_return_address(0));
   const T old = *x;
   *x = old + value;
   return old;
@@ -331,6 +336,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   if (gridDim.y > 65535 || gridDim.z > 65535) emulator::fail("more blocks than a dimension may have");
   emulator::block.body = [&] { kernel(static_cast<Parameters>(arguments)...); };
   ++emulator::block.launch;
+  emulator::block.kernel = reinterpret_cast<const void*>(kernel);
   const uint64_t blocks = uint64_t{gridDim.x} * gridDim.y * gridDim.z;
   for (uint64_t step = 0; step < blocks; ++step) {
     const uint64_t i = emulator::reverse() ? blocks - 1 - step : step;

@@ -1,8 +1,7 @@
 // Finds accesses to memory that nothing orders, of one launch: two by different threads, one of them a write, with no
 // barrier between them that both are at. The emulator's own order hides these; a GPU's may not.
 //
-// Compiled with -fsanitize=thread, the kernels call the functions below at every access; the compiler's own library for
-// them is not linked. Shuffles, votes and matrix products order nothing here: CUDA promises that of __syncwarp and
+// Shuffles, votes and matrix products order nothing here: CUDA promises that of __syncwarp and
 // __syncthreads only. Two writes race also where both write the same, and where they are atomic: the order of sums
 // would be one of chance.
 #include <dlfcn.h>
@@ -20,16 +19,16 @@ using emulator::block;
 constexpr uintptr_t kGrain = 2, kPage = 4096;
 
 // Who was where.
-struct Access {
+struct Moment {
   uint64_t launch = 0, serial = 0, barriers = 0, syncs = 0;
   unsigned thread = 0;
 
-  static Access now() {
+  static Moment now() {
     return {block.launch, block.serial, block.barrier.generation, emulator::warp().syncs, block.current};
   }
   unsigned warp() const { return thread / 32; }
   // whether this, which came before, is ordered before the other
-  bool is_before(const Access& other) const {
+  bool is_before(const Moment& other) const {
     if (launch != other.launch) return true;
     if (serial != other.serial) return false;
     if (thread == other.thread || barriers < other.barriers) return true;
@@ -39,10 +38,10 @@ struct Access {
 
 // The last write, and the reads that nothing has ordered before the last of them: who else read, apart from it.
 struct Record {
-  Access write, read;
+  Moment write, read;
   bool other_blocks = false, other_warps = false, other_lanes = false;
 
-  void note_read(const Access& now) {
+  void note_read(const Moment& now) {
     if (read.launch != now.launch || (!other_blocks && read.serial == now.serial && read.barriers < now.barriers)) {
       other_blocks = other_warps = other_lanes = false;
     } else if (read.serial != now.serial) {
@@ -56,7 +55,7 @@ struct Record {
     }
     read = now;
   }
-  bool reads_are_before(const Access& now) const {
+  bool reads_are_before(const Moment& now) const {
     if (read.launch != now.launch) return true;
     if (other_blocks || read.serial != now.serial) return false;
     if (read.barriers < now.barriers) return true;
@@ -80,42 +79,31 @@ Record& record_of(uintptr_t address) {
   return last[address % kPage / kGrain];
 }
 
-// Whether an address is the emulator's own, or a thread's: on its stack.
-bool is_private(uintptr_t address) {
-  const auto in = [&](const void* begin, size_t bytes) {
-    return address - reinterpret_cast<uintptr_t>(begin) < bytes;
-  };
-  return in(emulator::stacks.data(), emulator::stacks.size()) || in(&block, sizeof(block)) ||
-         in(block.threads.data(), block.threads.size() * sizeof(emulator::Thread)) ||
-         in(block.warps.data(), block.warps.size() * sizeof(emulator::Warp));
-}
-
-bool is_shared(uintptr_t address) {
-  return address - reinterpret_cast<uintptr_t>(emulator::shared_memory()) < emulator::kSharedBytes;
-}
-
-[[noreturn]] void report(const char* what, const Access& before, void* address, void* caller) {
+[[noreturn]] void report(const char* what, const Moment& before, const void* address, const void* caller) {
   Dl_info library = {};
   dladdr(caller, &library);
   std::fprintf(stderr, "CUDA emulator: %s at %p, before by thread %u, now at offset 0x%zx of %s\n", what,
                address, before.thread,
-               static_cast<size_t>(static_cast<char*>(caller) - static_cast<char*>(library.dli_fbase)),
+               static_cast<size_t>(static_cast<const char*>(caller) - static_cast<const char*>(library.dli_fbase)),
                library.dli_fname);
   emulator::fail("a race");
 }
 
-void note(void* address, size_t bytes, bool write, void* caller) {
-  if (!block.running || is_private(reinterpret_cast<uintptr_t>(address))) return;
-  const Access now = Access::now();
+}  // namespace
+
+void emulator::on_access(emulator::Access access, const void* address, size_t bytes, const void* caller) {
+  const bool write = access != emulator::Access::kRead;
+  const Moment now = Moment::now();
   const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
   for (uintptr_t grain = begin / kGrain; grain * kGrain < begin + bytes; ++grain) {
     Record& record = record_of(grain * kGrain);
     // another block's shared memory is not this one's
-    if (is_shared(begin)) {
+    if (is_shared(address)) {
       if (record.write.serial != now.serial) record.write = {};
       if (record.read.serial != now.serial) record.read = {};
     }
-    if (!record.write.is_before(now)) report(write ? "write after write" : "read after write", record.write, address, caller);
+    if (!record.write.is_before(now))
+      report(write ? "write after write" : "read after write", record.write, address, caller);
     if (write) {
       if (!record.reads_are_before(now)) report("write after read", record.read, address, caller);
       record.write = now;
@@ -123,33 +111,4 @@ void note(void* address, size_t bytes, bool write, void* caller) {
       record.note_read(now);
     }
   }
-}
-
-}  // namespace
-
-void emulator::note_access(const void* address, size_t bytes, bool write) {
-  note(const_cast<void*>(address), bytes, write, __builtin_return_address(0));
-}
-
-#define YOSO_HOOK(name, bytes, write) \
-  extern "C" void name(void* address) { note(address, bytes, write, __builtin_return_address(0)); }
-#define YOSO_HOOKS(bytes)                                \
-  YOSO_HOOK(__tsan_read##bytes, bytes, false)            \
-  YOSO_HOOK(__tsan_write##bytes, bytes, true)            \
-  YOSO_HOOK(__tsan_unaligned_read##bytes, bytes, false)  \
-  YOSO_HOOK(__tsan_unaligned_write##bytes, bytes, true)
-YOSO_HOOKS(1)
-YOSO_HOOKS(2)
-YOSO_HOOKS(4)
-YOSO_HOOKS(8)
-YOSO_HOOKS(16)
-extern "C" {
-void __tsan_read_range(void* address, size_t bytes) { note(address, bytes, false, __builtin_return_address(0)); }
-void __tsan_write_range(void* address, size_t bytes) { note(address, bytes, true, __builtin_return_address(0)); }
-void __tsan_vptr_update(void**, void*) {}
-void __tsan_func_entry(void*) {}
-void __tsan_func_exit() {}
-void __tsan_init() {}
-// torch's counts of references
-int __tsan_atomic32_fetch_add(volatile int* x, int value, int) { return __atomic_fetch_add(x, value, __ATOMIC_SEQ_CST); }
 }
