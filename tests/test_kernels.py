@@ -127,6 +127,24 @@ def test_kernels_are_as_accurate_as_pytorch(shape, dtype):
     assert_as_accurate_as_pytorch(inputs.expectation, dtype)
 
 
+# on a GPU, of 16-bit rows: more queries than a block has, and half a slice of columns; a single hash function; as many
+# queries as it takes to share tables
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 4099, 70, 8, 72, 3, 6), (1, 2, 2049, 33, 8, 8, 1, 2), (2, 1, 256, 40, 8, 200, 2, 7)]
+)
+def test_many_queries_share_tables(shape, dtype):
+    inputs = Inputs("random", shape, dtype)
+    inputs.codes[0][:, :, :, ::3] = -1
+
+    def outputs(namespace, dtype):
+        rows = (x.to(dtype) for x in (inputs.query, inputs.key, inputs.value))
+        arguments = (*rows, *inputs.codes, inputs.tau, False)
+        return [namespace.sampled_attention(*arguments, False)[0], *namespace.sampled_attention(*arguments, True)]
+
+    assert_as_accurate_as_pytorch(outputs, dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", CROWDED)
 @pytest.mark.parametrize("data", ["equal", "clusters", "mixed"])

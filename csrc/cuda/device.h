@@ -99,8 +99,50 @@ __device__ T* shared_memory() {
   return reinterpret_cast<T*>(shared_memory_bytes);
 }
 
-constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
-constexpr int64_t round_up(int64_t x, int64_t y) { return divide_up(x, y) * y; }
+__host__ __device__ constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
+__host__ __device__ constexpr int64_t round_up(int64_t x, int64_t y) { return divide_up(x, y) * y; }
+
+// A row of rows that lie row_bytes apart: the address takes one instruction.
+template <class T>
+__device__ __forceinline__ T* row_at(T* rows, uint32_t row, uint32_t row_bytes) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const unsigned char, unsigned char>;
+  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(rows) + uint64_t{row} * row_bytes);
+}
+
+// Bytes from one row of a [B, H, N, D] tensor of T to the next.
+template <class T>
+uint32_t row_bytes_of(const Tensor& x) {
+  const int64_t bytes = x.size(2) > 1 ? x.stride(2) * static_cast<int64_t>(sizeof(T)) : 0;
+  STD_TORCH_CHECK(bytes <= int64_t{UINT32_MAX}, "rows must be less than 4 GiB apart, got ", bytes, " bytes");
+  return static_cast<uint32_t>(bytes);
+}
+
+// What a kernel counts in 32 bits.
+inline int32_t count_of(int64_t count, const char* what) {
+  STD_TORCH_CHECK(count <= INT32_MAX - (1 << 20), "too many ", what, ": ", count);
+  return static_cast<int32_t>(count);
+}
+
+// Copies 16 bytes to shared memory, or clears these, while the thread goes on.
+__device__ __forceinline__ void copy_ahead(void* to, const void* from, bool clear) {
+#ifdef YOSO_CUDA_EMULATOR
+  emulator::copy_ahead(to, from, clear);
+#else
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(clear ? 0 : 16)
+               : "memory");
+#endif
+}
+
+// Waits for the thread's copies.
+__device__ __forceinline__ void wait_for_copies() {
+#ifdef YOSO_CUDA_EMULATOR
+  emulator::finish_copies();
+#else
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
 
 template <class T>
 __device__ __forceinline__ T warp_sum(T x) {

@@ -1,11 +1,12 @@
 // Sampled attention: every bucket's values are added up in a table, and every query adds up its buckets' sums. Both
-// are sums of rows that lie anywhere; tables are of a few heads at a time, which the second-level cache keeps.
+// are sums of rows that lie anywhere; tables are of a few heads at a time, which the second-level cache keeps. Many
+// queries share a copy of some columns of a table in shared memory.
 #include "sort.h"
 
 namespace yoso {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreadBits = 8, kThreads = 1 << kThreadBits;
 // of a row, columns that a lane has, and bytes that it reads at a time
 constexpr int kColumns = 8, kPieceBytes = 16;
 // Sums of bfloat16 are rounded to what they are sums of, which halves the bytes that queries read; float16 has too few
@@ -21,6 +22,10 @@ constexpr int kSumsAhead = 128 / (kColumns * sizeof(Sum<In>));
 constexpr int64_t kCrowd = 64, kCrowdOfMean = 4;
 // of the tables of a launch, unless that of one hash function of one head takes more
 constexpr int64_t kTableBytes = int64_t{64} << 20;
+// Where queries share copies of the tables' columns: lanes that a query has, queries that a lane has, and how many of
+// a block's queries there are at least for every entry of a table.
+constexpr int kSharingThreads = 512, kSharingLanes = 2, kSharingQueries = 8, kQueriesOfEntry = 2;
+constexpr int kSharingColumns = kSharingLanes * kColumns, kSharingRows = kSharingThreads / kSharingLanes;
 
 // The heads from first_head on, and of their hash functions those from first_hash on.
 template <class In, class Code>
@@ -37,34 +42,35 @@ struct Problem {
   Accumulator<In>* sums;
   // [B, H, N], of the output rows that are to have length one; null where these stay as they are
   Accumulator<In>* inverse_length;
+  // from one of a head's values, and from one entry of a table, to the next
+  uint32_t value_bytes, entry_bytes;
   // Dv rounded up to what a lane has
-  int64_t first_head, H, N, M, Dv, row_columns;
-  int32_t num_hash, table_size, first_hash, hashes, crowd;
-  // that have a slice of a row, a power of two up to a warp; and slices of a row, one where these get length one
-  int lanes, slices;
+  int32_t row_columns;
+  int32_t first_head, H, N, M, Dv, num_hash, hash_code_len, first_hash, hashes, crowd;
+  // 2^lane_bits lanes, up to a warp, have a slice of a row, of as many slices; rows that get length one have one
+  int lane_bits, slices;
 };
+
+// How many blocks have a slice of all rows of a head.
+__host__ __device__ inline uint32_t blocks_of_head(uint32_t rows, int lane_bits) {
+  return (rows + (kThreads >> lane_bits) - 1) >> (kThreadBits - lane_bits);
+}
 
 // The row that the thread's lanes have a slice of, among `rows` of each head: an entry of the tables, or a query.
 struct Place {
-  int64_t head, row;
   // the lane's columns are from this one on
-  int64_t column;
+  int32_t head, row, column;
   // of the lanes
   int lane;
 
-  __device__ __forceinline__ Place(int64_t rows, int lanes, int slices) {
-    const int64_t block_rows = kThreads / lanes, blocks = (rows + block_rows - 1) / block_rows;
-    lane = threadIdx.x % lanes;
-    row = blockIdx.x % blocks * block_rows + threadIdx.x / lanes;
-    head = blockIdx.x / blocks / slices;
-    column = (blockIdx.x / blocks % slices * lanes + lane) * kColumns;
+  __device__ __forceinline__ Place(uint32_t rows, int lane_bits, uint32_t slices) {
+    const uint32_t blocks = blocks_of_head(rows, lane_bits), slice = blockIdx.x / blocks;
+    lane = threadIdx.x & ((1 << lane_bits) - 1);
+    row = ((blockIdx.x - slice * blocks) << (kThreadBits - lane_bits)) + (threadIdx.x >> lane_bits);
+    head = slices == 1 ? slice : slice / slices;
+    column = (((slice - head * slices) << lane_bits) + lane) * kColumns;
   }
 };
-
-// How many blocks have all rows.
-int64_t blocks_for(int64_t heads, int64_t rows, int lanes, int slices) {
-  return heads * slices * divide_up(rows, kThreads / lanes);
-}
 
 // Loads `count` neighbours that are aligned to 16 bytes.
 template <int count, class T>
@@ -86,75 +92,93 @@ __device__ __forceinline__ void store(const T (&from)[count], T* to) {
   }
 }
 
-// Adds the rows that order names at begin, begin + step, ... before end; of each, `columns` columns.
+template <class T>
+__device__ __forceinline__ void add(const T (&row)[kColumns], Accumulator<T> (&sums)[kColumns]) {
+#pragma unroll
+  for (int c = 0; c < kColumns; c += 2)
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      // one instruction for either number; a conversion of the second would take two
+      uint32_t pair;
+      memcpy(&pair, row + c, sizeof(pair));
+      sums[c] += __uint_as_float(pair << 16);
+      sums[c + 1] += __uint_as_float(pair & 0xffff0000);
+    } else {
+      sums[c] += static_cast<Accumulator<T>>(row[c]);
+      sums[c + 1] += static_cast<Accumulator<T>>(row[c + 1]);
+    }
+}
+
+// Adds the first `columns` columns of the rows that order[0], order[step], ... name, the last before order[count].
 template <class In, bool aligned>
-__device__ __forceinline__ void add_rows(const In* values, int64_t row_stride, int columns, const int32_t* order,
-                                         uint32_t begin, uint32_t end, uint32_t step,
-                                         Accumulator<In> (&sums)[kColumns]) {
+__device__ __forceinline__ void add_rows(const In* values, uint32_t row_bytes, int columns, const int32_t* order,
+                                         int32_t count, int step, Accumulator<In> (&sums)[kColumns]) {
   constexpr int kAhead = kRowsAhead<In, aligned>;
-  const auto row_at = [&](uint32_t place) { return place < end ? order[place] : -1; };
   int32_t next[kAhead];
 #pragma unroll
-  for (int j = 0; j < kAhead; ++j) next[j] = row_at(begin + j * step);
-  for (uint32_t place = begin; place < end; place += kAhead * step) {
+  for (int j = 0; j < kAhead; ++j) next[j] = j * step < count ? order[j * step] : -1;
+  while (count > 0) {
     In rows[kAhead][kColumns] = {};
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const In* from = values + next[j] * row_stride;
+      if (next[j] < 0) continue;
+      const In* from = row_at(values, next[j], row_bytes);
       if constexpr (aligned) {
-        if (next[j] >= 0 && columns > 0) load(from, rows[j]);
+        load(from, rows[j]);
       } else {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c)
-          if (next[j] >= 0 && c < columns) rows[j][c] = from[c];
+          if (c < columns) rows[j][c] = from[c];
       }
     }
+    count -= kAhead * step;
+    order += kAhead * step;
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) next[j] = row_at(place + (kAhead + j) * step);
+    for (int j = 0; j < kAhead; ++j) next[j] = j * step < count ? order[j * step] : -1;
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j)
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) sums[c] += static_cast<Accumulator<In>>(rows[j][c]);
+    for (int j = 0; j < kAhead; ++j) add(rows[j], sums);
   }
 }
 
 // How many of the columns from `first` on are the lane's.
-__device__ __forceinline__ int columns_of_lane(int64_t columns, int64_t first) {
-  return static_cast<int>(min(max(columns - first, int64_t{0}), int64_t{kColumns}));
+__device__ __forceinline__ int columns_of_lane(int32_t columns, int32_t first) {
+  return min(max(columns - first, 0), kColumns);
 }
 
 // Fills the tables.
 template <class In, class Code, bool aligned>
 __global__ void __launch_bounds__(kThreads, 3) build_tables_kernel(Problem<In, Code> p) {
   using T = Accumulator<In>;
-  const int64_t entries = int64_t{p.hashes} * p.table_size;
-  const Place place(entries, p.lanes, p.slices);
-  const int64_t head = p.first_head + place.head, first_list = place.head * p.num_hash + p.first_hash;
+  const int32_t entries = p.hashes << p.hash_code_len;
+  const Place place(entries, p.lane_bits, p.slices);
+  const int32_t head = p.first_head + place.head;
   const In* values = p.value.at(head / p.H, head % p.H, 0) + place.column;
   const int columns = columns_of_lane(p.Dv, place.column);
-  int32_t hash = 0, begin = 0, end = 0;
-  if (place.row < entries) {
-    hash = static_cast<int32_t>(place.row / p.table_size);
-    const int32_t* start = p.starts + (first_list + hash) * (p.table_size + 1) + place.row % p.table_size;
-    begin = start[0];
-    end = start[1];
+  const int32_t* order = nullptr;
+  int32_t count = 0;
+  if (place.row < entries && columns > 0) {
+    const int64_t list = int64_t{place.head} * p.num_hash + p.first_hash + (place.row >> p.hash_code_len);
+    const int32_t table_size = 1 << p.hash_code_len;
+    const int32_t* start = p.starts + list * (table_size + 1) + (place.row & (table_size - 1));
+    order = p.order + list * p.M + start[0];
+    count = start[1] - start[0];
   }
   T sums[kColumns] = {};
-  const bool crowded = end - begin > p.crowd;
-  add_rows<In, aligned>(values, p.value.row_stride, columns, p.order + (first_list + hash) * p.M, begin,
-                        crowded ? begin : end, 1, sums);
+  const bool crowded = count > p.crowd;
+  add_rows<In, aligned>(values, p.value_bytes, columns, order, crowded ? 0 : count, 1, sums);
   // the warp shares the rows of each crowded bucket of its lanes
   const int warp_lane = threadIdx.x % kWarp;
   for (uint32_t left = __ballot_sync(kAllLanes, crowded && place.lane == 0); left != 0; left &= left - 1) {
-    const int owner = __ffs(left) - 1;
-    const int32_t from = __shfl_sync(kAllLanes, begin, owner) + warp_lane / p.lanes;
-    const int32_t to = __shfl_sync(kAllLanes, end, owner);
-    const int32_t* order = p.order + (first_list + __shfl_sync(kAllLanes, hash, owner)) * p.M;
+    const int owner = __ffs(left) - 1, first = warp_lane >> p.lane_bits;
+    const int32_t all = __shfl_sync(kAllLanes, count, owner);
+    const auto* shared_order =
+        reinterpret_cast<const int32_t*>(__shfl_sync(kAllLanes, reinterpret_cast<uintptr_t>(order), owner));
     T part[kColumns] = {};
-    add_rows<In, aligned>(values, p.value.row_stride, columns, order, from, to, kWarp / p.lanes, part);
+    add_rows<In, aligned>(values, p.value_bytes, columns, shared_order + first, columns > 0 ? all - first : 0,
+                          kWarp >> p.lane_bits, part);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      for (int other = p.lanes; other < kWarp; other *= 2) part[c] += __shfl_xor_sync(kAllLanes, part[c], other);
+      for (int other = 1 << p.lane_bits; other < kWarp; other *= 2)
+        part[c] += __shfl_xor_sync(kAllLanes, part[c], other);
       if (warp_lane - place.lane == owner) sums[c] = part[c];
     }
   }
@@ -162,7 +186,21 @@ __global__ void __launch_bounds__(kThreads, 3) build_tables_kernel(Problem<In, C
   Sum<In> rounded[kColumns];
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) rounded[c] = static_cast<Sum<In>>(sums[c]);
-  store(rounded, p.tables + (place.head * entries + place.row) * p.row_columns + place.column);
+  store(rounded, row_at(p.tables + place.column, place.head * entries + place.row, p.entry_bytes));
+}
+
+// Scales a row of which the place's lanes have a slice each, zero where they have none, and keeps its inverse length.
+template <class In, class Code, class T>
+__device__ __forceinline__ void scale_to_length_one(const Problem<In, Code>& p, const Place& place, int32_t head,
+                                                    T (&row)[kColumns]) {
+  T square = 0;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) square += row[c] * row[c];
+  for (int other = 1; other >> p.lane_bits == 0; other *= 2) square += __shfl_xor_sync(kAllLanes, square, other);
+  const T inverse = square > 0 ? 1 / sqrt(square) : 0;
+  if (place.row < p.N && place.lane == 0) p.inverse_length[int64_t{head} * p.N + place.row] = inverse;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) row[c] *= inverse;
 }
 
 // Adds up the queries' buckets, and scales the rows of the output.
@@ -170,18 +208,18 @@ template <class In, class Code, bool aligned>
 __global__ void __launch_bounds__(kThreads, 3) read_tables_kernel(Problem<In, Code> p) {
   using T = Accumulator<In>;
   constexpr int kAhead = kSumsAhead<In>;
-  const Place place(p.N, p.lanes, p.slices);
+  const Place place(p.N, p.lane_bits, p.slices);
   const int columns = columns_of_lane(p.Dv, place.column);
   // lanes without a column, or past the last row, stay: the sum of squares is the warp's
   const bool exists = place.row < p.N && columns > 0;
-  const int64_t row = exists ? place.row : 0;
-  const Code* codes = p.query_codes + (place.head * p.num_hash + p.first_hash) * p.N + row;
+  const int32_t row = exists ? place.row : 0;
+  const Code* codes = p.query_codes + (int64_t{place.head} * p.num_hash + p.first_hash) * p.N + row;
   const Sum<In>* tables =
-      p.tables + place.head * p.hashes * p.table_size * p.row_columns + place.column;
+      row_at(p.tables + place.column, place.head * p.hashes << p.hash_code_len, p.entry_bytes);
   // no entry where there is no such hash function, or the code has no bucket
   const auto entry_of = [&](int32_t hash) {
-    const uint32_t code = exists && hash < p.hashes ? static_cast<uint32_t>(codes[hash * p.N]) : ~0u;
-    return code < static_cast<uint32_t>(p.table_size) ? static_cast<int32_t>(hash * p.table_size + code) : -1;
+    const uint32_t code = exists && hash < p.hashes ? static_cast<uint32_t>(codes[int64_t{hash} * p.N]) : ~0u;
+    return code >> p.hash_code_len == 0 ? static_cast<int32_t>((hash << p.hash_code_len) + code) : -1;
   };
   int32_t next[kAhead];
 #pragma unroll
@@ -191,16 +229,14 @@ __global__ void __launch_bounds__(kThreads, 3) read_tables_kernel(Problem<In, Co
     Sum<In> rows[kAhead][kColumns] = {};
 #pragma unroll
     for (int j = 0; j < kAhead; ++j)
-      if (next[j] >= 0) load(tables + next[j] * p.row_columns, rows[j]);
+      if (next[j] >= 0) load(row_at(tables, next[j], p.entry_bytes), rows[j]);
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) next[j] = entry_of(hash + kAhead + j);
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j)
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) sums[c] += static_cast<T>(rows[j][c]);
+    for (int j = 0; j < kAhead; ++j) add(rows[j], sums);
   }
 
-  T* before = p.sums + (place.head * p.N + row) * p.row_columns + place.column;
+  T* before = p.sums + (int64_t{place.head} * p.N + row) * p.row_columns + place.column;
   if (p.first_hash > 0 && exists) {
     T part[kColumns];
     load(before, part);
@@ -211,22 +247,15 @@ __global__ void __launch_bounds__(kThreads, 3) read_tables_kernel(Problem<In, Co
     if (exists) store(sums, before);
     return;
   }
-  const int64_t head = p.first_head + place.head;
-  T scale = T{1} / p.num_hash;
-  if (p.inverse_length != nullptr) {
-    T square = 0;
+  const int32_t head = p.first_head + place.head;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) square += sums[c] * scale * (sums[c] * scale);
-    for (int other = 1; other < p.lanes; other *= 2) square += __shfl_xor_sync(kAllLanes, square, other);
-    const T inverse = square > 0 ? 1 / sqrt(square) : 0;
-    if (place.row < p.N && place.lane == 0) p.inverse_length[head * p.N + row] = inverse;
-    scale *= inverse;
-  }
+  for (int c = 0; c < kColumns; ++c) sums[c] *= T{1} / p.num_hash;
+  if (p.inverse_length != nullptr) scale_to_length_one(p, place, head, sums);
   if (!exists) return;
   In* to = p.out.at(head / p.H, head % p.H, row) + place.column;
   In rounded[kColumns];
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) rounded[c] = static_cast<In>(sums[c] * scale);
+  for (int c = 0; c < kColumns; ++c) rounded[c] = static_cast<In>(sums[c]);
   if constexpr (aligned) {
     store(rounded, to);
   } else {
@@ -234,6 +263,115 @@ __global__ void __launch_bounds__(kThreads, 3) read_tables_kernel(Problem<In, Co
     for (int c = 0; c < kColumns; ++c)
       if (c < columns) to[c] = rounded[c];
   }
+}
+
+// How many blocks have a head's queries, and how many the columns.
+__host__ __device__ inline int32_t sharing_blocks(int32_t queries) {
+  return (queries - 1) / (kSharingRows * kSharingQueries) + 1;
+}
+__host__ __device__ inline int32_t sharing_slices(int32_t row_columns) {
+  return (row_columns - 1) / kSharingColumns + 1;
+}
+
+// Adds up the queries' buckets where tables hold all hash functions and rows are aligned, but scales no row to length
+// one. A block has some columns of many queries of a head, and those of each table in turn in shared memory.
+template <class In, class Code>
+__global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(Problem<In, Code> p) {
+  using T = Accumulator<In>;
+  constexpr int kPieceColumns = kPieceBytes / sizeof(Sum<In>), kPieces = kSharingColumns / kPieceColumns;
+  constexpr int kAhead = kSharingQueries / 2;
+  const int32_t slices = sharing_slices(p.row_columns), blocks = sharing_blocks(p.N);
+  const int32_t block = blockIdx.x / slices, head = block / blocks;
+  const int32_t first_column = blockIdx.x % slices * kSharingColumns;
+  // blocks have the same number of queries, but for the last
+  const int32_t block_rows = (p.N - 1) / blocks + 1, first_row = block % blocks * block_rows;
+  const int32_t rows = min(block_rows, p.N - first_row);
+  const int lane = threadIdx.x % kSharingLanes, place = threadIdx.x / kSharingLanes;
+  const int32_t table_size = 1 << p.hash_code_len;
+  const Sum<In>* tables = row_at(p.tables + first_column, head * p.num_hash * table_size, p.entry_bytes);
+  const Code* codes = p.query_codes + int64_t{head} * p.num_hash * p.N + first_row;
+  Sum<In>* shared = shared_memory<Sum<In>>();
+
+  // of each of the two tables, with an entry of zeros for codes without a bucket
+  const int32_t shared_size = (table_size + 1) * kSharingColumns;
+  if (threadIdx.x < 2 * kSharingColumns)
+    shared[threadIdx.x / kSharingColumns * shared_size + table_size * kSharingColumns +
+           threadIdx.x % kSharingColumns] = 0;
+  const int copied_column = threadIdx.x % kPieces * kPieceColumns;
+  const bool clear = first_column + copied_column >= p.row_columns;
+  const auto copy_table = [&](int32_t hash) {
+    Sum<In>* to = shared + hash % 2 * shared_size + threadIdx.x * kPieceColumns;
+    int32_t entry = threadIdx.x / kPieces;
+    const Sum<In>* from = row_at(tables + (clear ? 0 : copied_column), hash * table_size + entry, p.entry_bytes);
+#pragma unroll 1
+    for (; entry < table_size; entry += kSharingThreads / kPieces) {
+      copy_ahead(to, from, clear);
+      to += kSharingThreads * kPieceColumns;
+      from = row_at(from, kSharingThreads / kPieces, p.entry_bytes);
+    }
+  };
+  // the last query's code again past it
+  int row_of[kSharingQueries];
+  uint32_t next[kSharingQueries];
+#pragma unroll
+  for (int i = 0; i < kSharingQueries; ++i) {
+    row_of[i] = min(i * kSharingRows + place, rows - 1);
+    next[i] = static_cast<uint32_t>(codes[row_of[i]]);
+  }
+  T sums[kSharingQueries][kColumns] = {};
+  copy_table(0);
+  for (int32_t hash = 0; hash < p.num_hash; ++hash) {
+    wait_for_copies();
+    // the table is there, and all have read the one before
+    __syncthreads();
+    if (hash + 1 < p.num_hash) {
+      copy_table(hash + 1);
+      codes += p.N;
+    }
+    const Sum<In>* table = shared + hash % 2 * shared_size + lane * kColumns;
+#pragma unroll
+    for (int first = 0; first < kSharingQueries; first += kAhead) {
+      Sum<In> some[kAhead][kColumns];
+#pragma unroll
+      for (int i = first; i < first + kAhead; ++i) {
+        load(table + min(next[i], static_cast<uint32_t>(table_size)) * kSharingColumns, some[i - first]);
+        next[i] = static_cast<uint32_t>(codes[row_of[i]]);
+      }
+#pragma unroll
+      for (int i = first; i < first + kAhead; ++i) add(some[i - first], sums[i]);
+    }
+  }
+
+  const int32_t column = first_column + lane * kColumns;
+  if (column >= p.Dv) return;
+  const int32_t batch_head = p.first_head + head;
+#pragma unroll
+  for (int i = 0; i < kSharingQueries; ++i) {
+    const int row = i * kSharingRows + place;
+    if (row >= rows) break;
+    In rounded[kColumns];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) rounded[c] = static_cast<In>(sums[i][c] * (T{1} / p.num_hash));
+    store(rounded, p.out.at(batch_head / p.H, batch_head % p.H, first_row + row) + column);
+  }
+}
+
+// Scales the rows of the output to length one, where they are aligned.
+template <class In, class Code>
+__global__ void __launch_bounds__(kThreads) scale_rows_kernel(Problem<In, Code> p) {
+  const Place place(p.N, p.lane_bits, p.slices);
+  const int32_t head = p.first_head + place.head;
+  const bool exists = place.row < p.N && place.column < p.Dv;
+  In* at = p.out.at(head / p.H, head % p.H, exists ? place.row : 0) + (exists ? place.column : 0);
+  In rounded[kColumns] = {};
+  if (exists) load(at, rounded);
+  Accumulator<In> row[kColumns];
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) row[c] = static_cast<Accumulator<In>>(rounded[c]);
+  scale_to_length_one(p, place, head, row);
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) rounded[c] = static_cast<In>(row[c]);
+  if (exists) store(rounded, at);
 }
 
 // whether all of a lane's columns can be read at once
@@ -246,35 +384,36 @@ bool aligned(const Rows<T>& rows, int64_t columns) {
 template <class In, class Code>
 void sampled_forward(const Device& device, const Tensor& query_codes, const Tensor& key_codes, const Tensor& value,
                      int64_t hash_code_len, const Tensor& out, const Tensor& inverse_length) {
-  const int64_t all_heads = value.size(0) * value.size(1), num_hash = query_codes.size(2);
+  const int64_t all_heads = count_of(value.size(0) * value.size(1), "heads"), num_hash = query_codes.size(2);
   const int64_t table_size = int64_t{1} << hash_code_len;
   Problem<In, Code> p;
   p.value = rows_of<In>(value);
   p.out = mutable_rows_of<In>(out);
   p.inverse_length =
       inverse_length.numel() == 0 ? nullptr : static_cast<Accumulator<In>*>(inverse_length.mutable_data_ptr());
-  p.H = value.size(1);
-  p.N = out.size(2);
-  p.M = value.size(2);
-  p.Dv = value.size(3);
+  p.value_bytes = row_bytes_of<In>(value);
+  p.H = static_cast<int32_t>(value.size(1));
+  p.N = count_of(out.size(2), "queries");
+  p.M = count_of(value.size(2), "keys");
+  p.Dv = count_of(value.size(3), "columns");
   // without columns there are still inverse lengths
-  p.row_columns = round_up(std::max<int64_t>(p.Dv, 1), kColumns);
+  p.row_columns = static_cast<int32_t>(round_up(std::max(p.Dv, 1), kColumns));
+  p.entry_bytes = static_cast<uint32_t>(p.row_columns * sizeof(Sum<In>));
   p.num_hash = static_cast<int32_t>(num_hash);
-  p.table_size = static_cast<int32_t>(table_size);
-  p.crowd = static_cast<int32_t>(std::max(kCrowd, kCrowdOfMean * (p.M >> hash_code_len)));
-  for (p.lanes = 1; p.lanes < kWarp && p.lanes * kColumns < p.row_columns; p.lanes *= 2) continue;
-  p.slices = static_cast<int>(divide_up(p.row_columns, p.lanes * kColumns));
+  p.hash_code_len = static_cast<int32_t>(hash_code_len);
+  p.crowd = static_cast<int32_t>(std::clamp<int64_t>(kCrowdOfMean * (p.M >> hash_code_len), kCrowd, INT32_MAX));
+  for (p.lane_bits = 0; p.lane_bits < 5 && kColumns << p.lane_bits < p.row_columns; ++p.lane_bits) continue;
+  p.slices = static_cast<int>(divide_up(p.row_columns, kColumns << p.lane_bits));
   STD_TORCH_CHECK(p.slices == 1 || p.inverse_length == nullptr, "the CUDA kernels scale rows of at most ",
                   kWarp * kColumns, " columns, got value with ", p.Dv);
 
   const int64_t heads_sorted = heads_at_once(all_heads, num_hash, p.M, hash_code_len);
   // tables of all hash functions of some heads, or of some hash functions of one
-  const int64_t tables = kTableBytes / (table_size * p.row_columns * static_cast<int64_t>(sizeof(Sum<In>)));
+  const int64_t table_bytes = table_size * p.entry_bytes, tables = kTableBytes / table_bytes;
   const int64_t heads_added = std::clamp<int64_t>(tables / num_hash, 1, heads_sorted);
   const int64_t hashes_added = std::clamp<int64_t>(tables, 1, num_hash);
-  const Tensor memory = torch::stable::new_empty(
-      value, {heads_added * hashes_added * table_size * p.row_columns * static_cast<int64_t>(sizeof(Sum<In>))},
-      ScalarType::Byte);
+  const Tensor memory =
+      torch::stable::new_empty(value, {heads_added * hashes_added * table_bytes}, ScalarType::Byte);
   p.tables = static_cast<Sum<In>*>(memory.mutable_data_ptr());
   const int64_t num_sums = hashes_added < num_hash ? heads_added * p.N * p.row_columns : 0;
   const Tensor sums = torch::stable::new_empty(value, {num_sums}, length_dtype(value));
@@ -282,21 +421,36 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   const bool whole = aligned(p.value, p.Dv) && aligned(p.out, p.Dv);
   const auto build = whole ? build_tables_kernel<In, Code, true> : build_tables_kernel<In, Code, false>;
   const auto read = whole ? read_tables_kernel<In, Code, true> : read_tables_kernel<In, Code, false>;
+  // bfloat16 only: its tables are small, and rows that are rounded before they are scaled lose none of their exponents
+  const int64_t shared_bytes = 2 * (table_size + 1) * kSharingColumns * static_cast<int64_t>(sizeof(Sum<In>));
+  const int64_t sharing_queries = p.N / sharing_blocks(p.N);
+  const bool sharing = std::is_same_v<In, BFloat16> && whole && hashes_added == num_hash &&
+                       sharing_queries >= kQueriesOfEntry * table_size &&
+                       shared_bytes <= static_cast<int64_t>(device.shared_bytes());
 
   for (int64_t sorted = 0; sorted < all_heads; sorted += heads_sorted) {
     const int64_t sorted_end = std::min(sorted + heads_sorted, all_heads);
     const SortedCodes keys = sort_codes(device, key_codes, sorted, sorted_end - sorted, hash_code_len);
-    for (p.first_head = sorted; p.first_head < sorted_end; p.first_head += heads_added) {
-      const int64_t heads = std::min(heads_added, sorted_end - p.first_head);
-      const int64_t list = (p.first_head - sorted) * num_hash;
-      p.query_codes = static_cast<const Code*>(query_codes.const_data_ptr()) + p.first_head * num_hash * p.N;
+    for (int64_t first_head = sorted; first_head < sorted_end; first_head += heads_added) {
+      const int64_t heads = std::min(heads_added, sorted_end - first_head), list = (first_head - sorted) * num_hash;
+      p.first_head = static_cast<int32_t>(first_head);
+      p.query_codes = static_cast<const Code*>(query_codes.const_data_ptr()) + first_head * num_hash * p.N;
       p.order = static_cast<const int32_t*>(keys.order.const_data_ptr()) + list * p.M;
       p.starts = static_cast<const int32_t*>(keys.starts.const_data_ptr()) + list * (table_size + 1);
       for (int64_t first = 0; first < num_hash; first += hashes_added) {
         p.first_hash = static_cast<int32_t>(first);
         p.hashes = static_cast<int32_t>(std::min(hashes_added, num_hash - first));
-        launch(device, build, blocks_for(heads, p.hashes * table_size, p.lanes, p.slices), kThreads, 0, p);
-        launch(device, read, blocks_for(heads, p.N, p.lanes, p.slices), kThreads, 0, p);
+        const auto blocks = [&](uint32_t rows) { return heads * p.slices * blocks_of_head(rows, p.lane_bits); };
+        launch(device, build, blocks(p.hashes << hash_code_len), kThreads, 0, p);
+        if constexpr (std::is_same_v<In, BFloat16>)
+          if (sharing) {
+            launch(device, read_shared_tables_kernel<In, Code>,
+                   heads * sharing_blocks(p.N) * sharing_slices(p.row_columns), kSharingThreads, shared_bytes, p);
+            if (p.inverse_length != nullptr)
+              launch(device, scale_rows_kernel<In, Code>, blocks(p.N), kThreads, 0, p);
+            continue;
+          }
+        launch(device, read, blocks(p.N), kThreads, 0, p);
       }
     }
   }

@@ -297,28 +297,6 @@ __device__ __forceinline__ void add_two(float* to, float x, float y) {
 #endif
 }
 
-// Copies 16 bytes to shared memory, or clears these, while the thread goes on.
-__device__ __forceinline__ void copy_ahead(void* to, const void* from, bool clear) {
-#ifdef YOSO_CUDA_EMULATOR
-  emulator::copy_ahead(to, from, clear);
-#else
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(clear ? 0 : 16)
-               : "memory");
-#endif
-}
-
-// Waits for the warp's copies.
-__device__ __forceinline__ void wait_for_copies() {
-#ifdef YOSO_CUDA_EMULATOR
-  emulator::finish_copies();
-#else
-  asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-  __syncwarp();
-}
-
 // The thread's lane, as a number that the compiler knows nothing about: it would compute what depends on the lane for
 // all kinds of buckets before the loop over these, and run out of registers.
 __device__ __forceinline__ int lane_in_bucket() {
@@ -495,6 +473,7 @@ __device__ __forceinline__ void add_small_bucket(const HeadSide<In>& queries, Sp
   const int32_t query_numbers[2] = {picked.at(g), picked.at(g + 8)};
   const int32_t key_numbers[2] = {picked.at(kTile + g), picked.at(kTile + g + 8)};
   wait_for_copies();
+  __syncwarp();
 #pragma unroll
   for (int pair = 0; pair < kColumns / 16; ++pair)
     if (16 * pair < sizes.D) {
@@ -523,6 +502,7 @@ __device__ __forceinline__ void add_pairs_of_tile(const HeadSide<In>& targets, S
     const Fragments<kColumns> source_others(lane, sources, picked, kTile, sizes.Dv);
     const Weights<In> weights(lane, target_others, source_others, picked, kTile);
     wait_for_copies();
+    __syncwarp();
 #pragma unroll
     for (int pair = 0; pair < kColumns / 16; ++pair)
       if (16 * pair < sizes.D) {
