@@ -1,23 +1,21 @@
 // Sampled attention: every bucket's values are added up in a table, and every query adds up its buckets' sums. Both
 // are sums of rows that lie anywhere; tables are of a few heads at a time, which the second-level cache keeps. Many
 // queries share a copy of some columns of a table in shared memory.
+#include "rows.h"
 #include "sort.h"
 
 namespace yoso {
 namespace {
 
-constexpr int kThreadBits = 8, kThreads = 1 << kThreadBits;
-// of a row, columns that a lane has, and bytes that it reads at a time
-constexpr int kColumns = 8, kPieceBytes = 16;
 // Sums of bfloat16 are rounded to what they are sums of, which halves the bytes that queries read; float16 has too few
 // exponents for sums of many rows.
 template <class In>
 using Sum = std::conditional_t<std::is_same_v<In, BFloat16>, BFloat16, Accumulator<In>>;
 // Rows that a lane has under way; unaligned ones come element by element.
 template <class In, bool aligned>
-constexpr int kRowsAhead = std::max(1, (aligned ? 64 : 32) / static_cast<int>(kColumns * sizeof(In)));
+constexpr int kRowsAhead = std::max(1, (aligned ? 64 : 32) / static_cast<int>(kLaneColumns * sizeof(In)));
 template <class In>
-constexpr int kSumsAhead = 128 / (kColumns * sizeof(Sum<In>));
+constexpr int kSumsAhead = 128 / (kLaneColumns * sizeof(Sum<In>));
 // A bucket of more rows, and of more than this many times the mean, is added up by a warp.
 constexpr int64_t kCrowd = 64, kCrowdOfMean = 4;
 // of the tables of a launch, unless that of one hash function of one head takes more
@@ -25,7 +23,7 @@ constexpr int64_t kTableBytes = int64_t{64} << 20;
 // Where queries share copies of the tables' columns: lanes that a query has, queries that a lane has, and how many of
 // a block's queries there are at least for every entry of a table.
 constexpr int kSharingThreads = 512, kSharingLanes = 2, kSharingQueries = 8, kQueriesOfEntry = 2;
-constexpr int kSharingColumns = kSharingLanes * kColumns, kSharingRows = kSharingThreads / kSharingLanes;
+constexpr int kSharingColumns = kSharingLanes * kLaneColumns, kSharingRows = kSharingThreads / kSharingLanes;
 
 // The heads from first_head on, and of their hash functions those from first_hash on.
 template <class In, class Code>
@@ -51,51 +49,10 @@ struct Problem {
   int lane_bits, slices;
 };
 
-// How many blocks have a slice of all rows of a head.
-__host__ __device__ inline uint32_t blocks_of_head(uint32_t rows, int lane_bits) {
-  return (rows + (kThreads >> lane_bits) - 1) >> (kThreadBits - lane_bits);
-}
-
-// The row that the thread's lanes have a slice of, among `rows` of each head: an entry of the tables, or a query.
-struct Place {
-  // the lane's columns are from this one on
-  int32_t head, row, column;
-  // of the lanes
-  int lane;
-
-  __device__ __forceinline__ Place(uint32_t rows, int lane_bits, uint32_t slices) {
-    const uint32_t blocks = blocks_of_head(rows, lane_bits), slice = blockIdx.x / blocks;
-    lane = threadIdx.x & ((1 << lane_bits) - 1);
-    row = ((blockIdx.x - slice * blocks) << (kThreadBits - lane_bits)) + (threadIdx.x >> lane_bits);
-    head = slices == 1 ? slice : slice / slices;
-    column = (((slice - head * slices) << lane_bits) + lane) * kColumns;
-  }
-};
-
-// Loads `count` neighbours that are aligned to 16 bytes.
-template <int count, class T>
-__device__ __forceinline__ void load(const T* from, T (&to)[count]) {
-#pragma unroll
-  for (int i = 0; i < count; i += kPieceBytes / sizeof(T)) {
-    const uint4 bits = *reinterpret_cast<const uint4*>(from + i);
-    memcpy(to + i, &bits, sizeof(bits));
-  }
-}
-
-template <int count, class T>
-__device__ __forceinline__ void store(const T (&from)[count], T* to) {
-#pragma unroll
-  for (int i = 0; i < count; i += kPieceBytes / sizeof(T)) {
-    uint4 bits;
-    memcpy(&bits, from + i, sizeof(bits));
-    *reinterpret_cast<uint4*>(to + i) = bits;
-  }
-}
-
 template <class T>
-__device__ __forceinline__ void add(const T (&row)[kColumns], Accumulator<T> (&sums)[kColumns]) {
+__device__ __forceinline__ void add(const T (&row)[kLaneColumns], Accumulator<T> (&sums)[kLaneColumns]) {
 #pragma unroll
-  for (int c = 0; c < kColumns; c += 2)
+  for (int c = 0; c < kLaneColumns; c += 2)
     if constexpr (std::is_same_v<T, BFloat16>) {
       // one instruction for either number; a conversion of the second would take two
       uint32_t pair;
@@ -111,13 +68,13 @@ __device__ __forceinline__ void add(const T (&row)[kColumns], Accumulator<T> (&s
 // Adds the first `columns` columns of the rows that order[0], order[step], ... name, the last before order[count].
 template <class In, bool aligned>
 __device__ __forceinline__ void add_rows(const In* values, uint32_t row_bytes, int columns, const int32_t* order,
-                                         int32_t count, int step, Accumulator<In> (&sums)[kColumns]) {
+                                         int32_t count, int step, Accumulator<In> (&sums)[kLaneColumns]) {
   constexpr int kAhead = kRowsAhead<In, aligned>;
   int32_t next[kAhead];
 #pragma unroll
   for (int j = 0; j < kAhead; ++j) next[j] = j * step < count ? order[j * step] : -1;
   while (count > 0) {
-    In rows[kAhead][kColumns] = {};
+    In rows[kAhead][kLaneColumns] = {};
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       if (next[j] < 0) continue;
@@ -126,7 +83,7 @@ __device__ __forceinline__ void add_rows(const In* values, uint32_t row_bytes, i
         load(from, rows[j]);
       } else {
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c)
+        for (int c = 0; c < kLaneColumns; ++c)
           if (c < columns) rows[j][c] = from[c];
       }
     }
@@ -139,17 +96,12 @@ __device__ __forceinline__ void add_rows(const In* values, uint32_t row_bytes, i
   }
 }
 
-// How many of the columns from `first` on are the lane's.
-__device__ __forceinline__ int columns_of_lane(int32_t columns, int32_t first) {
-  return min(max(columns - first, 0), kColumns);
-}
-
 // Fills the tables.
 template <class In, class Code, bool aligned>
-__global__ void __launch_bounds__(kThreads, 3) build_tables_kernel(Problem<In, Code> p) {
+__global__ void __launch_bounds__(kRowThreads, 3) build_tables_kernel(Problem<In, Code> p) {
   using T = Accumulator<In>;
   const int32_t entries = p.hashes << p.hash_code_len;
-  const Place place(entries, p.lane_bits, p.slices);
+  const RowPlace place(entries, p.lane_bits, p.slices);
   const int32_t head = p.first_head + place.head;
   const In* values = p.value.at(head / p.H, head % p.H, 0) + place.column;
   const int columns = columns_of_lane(p.Dv, place.column);
@@ -162,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 3) build_tables_kernel(Problem<In, C
     order = p.order + list * p.M + start[0];
     count = start[1] - start[0];
   }
-  T sums[kColumns] = {};
+  T sums[kLaneColumns] = {};
   const bool crowded = count > p.crowd;
   add_rows<In, aligned>(values, p.value_bytes, columns, order, crowded ? 0 : count, 1, sums);
   // the warp shares the rows of each crowded bucket of its lanes
@@ -172,43 +124,43 @@ __global__ void __launch_bounds__(kThreads, 3) build_tables_kernel(Problem<In, C
     const int32_t all = __shfl_sync(kAllLanes, count, owner);
     const auto* shared_order =
         reinterpret_cast<const int32_t*>(__shfl_sync(kAllLanes, reinterpret_cast<uintptr_t>(order), owner));
-    T part[kColumns] = {};
+    T part[kLaneColumns] = {};
     add_rows<In, aligned>(values, p.value_bytes, columns, shared_order + first, columns > 0 ? all - first : 0,
                           kWarp >> p.lane_bits, part);
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
+    for (int c = 0; c < kLaneColumns; ++c) {
       for (int other = 1 << p.lane_bits; other < kWarp; other *= 2)
         part[c] += __shfl_xor_sync(kAllLanes, part[c], other);
       if (warp_lane - place.lane == owner) sums[c] = part[c];
     }
   }
   if (place.row >= entries || columns == 0) return;
-  Sum<In> rounded[kColumns];
+  Sum<In> rounded[kLaneColumns];
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) rounded[c] = static_cast<Sum<In>>(sums[c]);
+  for (int c = 0; c < kLaneColumns; ++c) rounded[c] = static_cast<Sum<In>>(sums[c]);
   store(rounded, row_at(p.tables + place.column, place.head * entries + place.row, p.entry_bytes));
 }
 
 // Scales a row of which the place's lanes have a slice each, zero where they have none, and keeps its inverse length.
 template <class In, class Code, class T>
-__device__ __forceinline__ void scale_to_length_one(const Problem<In, Code>& p, const Place& place, int32_t head,
-                                                    T (&row)[kColumns]) {
+__device__ __forceinline__ void scale_to_length_one(const Problem<In, Code>& p, const RowPlace& place, int32_t head,
+                                                    T (&row)[kLaneColumns]) {
   T square = 0;
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) square += row[c] * row[c];
-  for (int other = 1; other >> p.lane_bits == 0; other *= 2) square += __shfl_xor_sync(kAllLanes, square, other);
+  for (int c = 0; c < kLaneColumns; ++c) square += row[c] * row[c];
+  square = sum_of_lanes(square, p.lane_bits);
   const T inverse = square > 0 ? 1 / sqrt(square) : 0;
   if (place.row < p.N && place.lane == 0) p.inverse_length[int64_t{head} * p.N + place.row] = inverse;
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) row[c] *= inverse;
+  for (int c = 0; c < kLaneColumns; ++c) row[c] *= inverse;
 }
 
 // Adds up the queries' buckets, and scales the rows of the output.
 template <class In, class Code, bool aligned>
-__global__ void __launch_bounds__(kThreads, 3) read_tables_kernel(Problem<In, Code> p) {
+__global__ void __launch_bounds__(kRowThreads, 3) read_tables_kernel(Problem<In, Code> p) {
   using T = Accumulator<In>;
   constexpr int kAhead = kSumsAhead<In>;
-  const Place place(p.N, p.lane_bits, p.slices);
+  const RowPlace place(p.N, p.lane_bits, p.slices);
   const int columns = columns_of_lane(p.Dv, place.column);
   // lanes without a column, or past the last row, stay: the sum of squares is the warp's
   const bool exists = place.row < p.N && columns > 0;
@@ -224,9 +176,9 @@ __global__ void __launch_bounds__(kThreads, 3) read_tables_kernel(Problem<In, Co
   int32_t next[kAhead];
 #pragma unroll
   for (int j = 0; j < kAhead; ++j) next[j] = entry_of(j);
-  T sums[kColumns] = {};
+  T sums[kLaneColumns] = {};
   for (int32_t hash = 0; hash < p.hashes; hash += kAhead) {
-    Sum<In> rows[kAhead][kColumns] = {};
+    Sum<In> rows[kAhead][kLaneColumns] = {};
 #pragma unroll
     for (int j = 0; j < kAhead; ++j)
       if (next[j] >= 0) load(row_at(tables, next[j], p.entry_bytes), rows[j]);
@@ -238,10 +190,10 @@ __global__ void __launch_bounds__(kThreads, 3) read_tables_kernel(Problem<In, Co
 
   T* before = p.sums + (int64_t{place.head} * p.N + row) * p.row_columns + place.column;
   if (p.first_hash > 0 && exists) {
-    T part[kColumns];
+    T part[kLaneColumns];
     load(before, part);
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) sums[c] += part[c];
+    for (int c = 0; c < kLaneColumns; ++c) sums[c] += part[c];
   }
   if (p.first_hash + p.hashes < p.num_hash) {
     if (exists) store(sums, before);
@@ -249,20 +201,14 @@ __global__ void __launch_bounds__(kThreads, 3) read_tables_kernel(Problem<In, Co
   }
   const int32_t head = p.first_head + place.head;
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) sums[c] *= T{1} / p.num_hash;
+  for (int c = 0; c < kLaneColumns; ++c) sums[c] *= T{1} / p.num_hash;
   if (p.inverse_length != nullptr) scale_to_length_one(p, place, head, sums);
   if (!exists) return;
   In* to = p.out.at(head / p.H, head % p.H, row) + place.column;
-  In rounded[kColumns];
+  In rounded[kLaneColumns];
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) rounded[c] = static_cast<In>(sums[c]);
-  if constexpr (aligned) {
-    store(rounded, to);
-  } else {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c)
-      if (c < columns) to[c] = rounded[c];
-  }
+  for (int c = 0; c < kLaneColumns; ++c) rounded[c] = static_cast<In>(sums[c]);
+  store_columns<aligned>(rounded, columns, to);
 }
 
 // How many blocks have a head's queries, and how many the columns.
@@ -318,7 +264,7 @@ __global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(
     row_of[i] = min(i * kSharingRows + place, rows - 1);
     next[i] = static_cast<uint32_t>(codes[row_of[i]]);
   }
-  T sums[kSharingQueries][kColumns] = {};
+  T sums[kSharingQueries][kLaneColumns] = {};
   copy_table(0);
   for (int32_t hash = 0; hash < p.num_hash; ++hash) {
     wait_for_copies();
@@ -328,10 +274,10 @@ __global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(
       copy_table(hash + 1);
       codes += p.N;
     }
-    const Sum<In>* table = shared + hash % 2 * shared_size + lane * kColumns;
+    const Sum<In>* table = shared + hash % 2 * shared_size + lane * kLaneColumns;
 #pragma unroll
     for (int first = 0; first < kSharingQueries; first += kAhead) {
-      Sum<In> some[kAhead][kColumns];
+      Sum<In> some[kAhead][kLaneColumns];
 #pragma unroll
       for (int i = first; i < first + kAhead; ++i) {
         load(table + min(next[i], static_cast<uint32_t>(table_size)) * kSharingColumns, some[i - first]);
@@ -342,43 +288,36 @@ __global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(
     }
   }
 
-  const int32_t column = first_column + lane * kColumns;
+  const int32_t column = first_column + lane * kLaneColumns;
   if (column >= p.Dv) return;
   const int32_t batch_head = p.first_head + head;
 #pragma unroll
   for (int i = 0; i < kSharingQueries; ++i) {
     const int row = i * kSharingRows + place;
     if (row >= rows) break;
-    In rounded[kColumns];
+    In rounded[kLaneColumns];
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) rounded[c] = static_cast<In>(sums[i][c] * (T{1} / p.num_hash));
+    for (int c = 0; c < kLaneColumns; ++c) rounded[c] = static_cast<In>(sums[i][c] * (T{1} / p.num_hash));
     store(rounded, p.out.at(batch_head / p.H, batch_head % p.H, first_row + row) + column);
   }
 }
 
 // Scales the rows of the output to length one, where they are aligned.
 template <class In, class Code>
-__global__ void __launch_bounds__(kThreads) scale_rows_kernel(Problem<In, Code> p) {
-  const Place place(p.N, p.lane_bits, p.slices);
+__global__ void __launch_bounds__(kRowThreads) scale_rows_kernel(Problem<In, Code> p) {
+  const RowPlace place(p.N, p.lane_bits, p.slices);
   const int32_t head = p.first_head + place.head;
   const bool exists = place.row < p.N && place.column < p.Dv;
   In* at = p.out.at(head / p.H, head % p.H, exists ? place.row : 0) + (exists ? place.column : 0);
-  In rounded[kColumns] = {};
+  In rounded[kLaneColumns] = {};
   if (exists) load(at, rounded);
-  Accumulator<In> row[kColumns];
+  Accumulator<In> row[kLaneColumns];
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) row[c] = static_cast<Accumulator<In>>(rounded[c]);
+  for (int c = 0; c < kLaneColumns; ++c) row[c] = static_cast<Accumulator<In>>(rounded[c]);
   scale_to_length_one(p, place, head, row);
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) rounded[c] = static_cast<In>(row[c]);
+  for (int c = 0; c < kLaneColumns; ++c) rounded[c] = static_cast<In>(row[c]);
   if (exists) store(rounded, at);
-}
-
-// whether all of a lane's columns can be read at once
-template <class T>
-bool aligned(const Rows<T>& rows, int64_t columns) {
-  const int64_t strides = rows.batch_stride | rows.head_stride | rows.row_stride;
-  return columns % kColumns == 0 && (reinterpret_cast<uintptr_t>(rows.data) | strides * sizeof(T)) % kPieceBytes == 0;
 }
 
 template <class In, class Code>
@@ -397,15 +336,15 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   p.M = count_of(value.size(2), "keys");
   p.Dv = count_of(value.size(3), "columns");
   // without columns there are still inverse lengths
-  p.row_columns = static_cast<int32_t>(round_up(std::max(p.Dv, 1), kColumns));
+  p.row_columns = static_cast<int32_t>(round_up(std::max(p.Dv, 1), kLaneColumns));
   p.entry_bytes = static_cast<uint32_t>(p.row_columns * sizeof(Sum<In>));
   p.num_hash = static_cast<int32_t>(num_hash);
   p.hash_code_len = static_cast<int32_t>(hash_code_len);
   p.crowd = static_cast<int32_t>(std::clamp<int64_t>(kCrowdOfMean * (p.M >> hash_code_len), kCrowd, INT32_MAX));
-  for (p.lane_bits = 0; p.lane_bits < 5 && kColumns << p.lane_bits < p.row_columns; ++p.lane_bits) continue;
-  p.slices = static_cast<int>(divide_up(p.row_columns, kColumns << p.lane_bits));
+  p.lane_bits = lane_bits_for(p.row_columns);
+  p.slices = static_cast<int>(divide_up(p.row_columns, kLaneColumns << p.lane_bits));
   STD_TORCH_CHECK(p.slices == 1 || p.inverse_length == nullptr, "the CUDA kernels scale rows of at most ",
-                  kWarp * kColumns, " columns, got value with ", p.Dv);
+                  kWarp * kLaneColumns, " columns, got value with ", p.Dv);
 
   const int64_t heads_sorted = heads_at_once(all_heads, num_hash, p.M, hash_code_len);
   // tables of all hash functions of some heads, or of some hash functions of one
@@ -441,16 +380,16 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
         p.first_hash = static_cast<int32_t>(first);
         p.hashes = static_cast<int32_t>(std::min(hashes_added, num_hash - first));
         const auto blocks = [&](uint32_t rows) { return heads * p.slices * blocks_of_head(rows, p.lane_bits); };
-        launch(device, build, blocks(p.hashes << hash_code_len), kThreads, 0, p);
+        launch(device, build, blocks(p.hashes << hash_code_len), kRowThreads, 0, p);
         if constexpr (std::is_same_v<In, BFloat16>)
           if (sharing) {
             launch(device, read_shared_tables_kernel<In, Code>,
                    heads * sharing_blocks(p.N) * sharing_slices(p.row_columns), kSharingThreads, shared_bytes, p);
             if (p.inverse_length != nullptr)
-              launch(device, scale_rows_kernel<In, Code>, blocks(p.N), kThreads, 0, p);
+              launch(device, scale_rows_kernel<In, Code>, blocks(p.N), kRowThreads, 0, p);
             continue;
           }
-        launch(device, read, blocks(p.N), kThreads, 0, p);
+        launch(device, read, blocks(p.N), kRowThreads, 0, p);
       }
     }
   }

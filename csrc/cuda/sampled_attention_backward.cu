@@ -2,6 +2,7 @@
 // A launch adds one hash function: a row is in one of its buckets, so every sum has one addend a launch, and what
 // order the blocks run in does not matter.
 #include "mma.h"
+#include "rows.h"
 #include "sort.h"
 
 namespace yoso {
@@ -10,26 +11,27 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 // rows of a bucket, and columns, that are multiplied at a time
 constexpr int kTile = 16, kSlice = 64;
-// tables of this many codes and fewer have blocks of kBlockCodes, larger ones of more
-constexpr int64_t kSmallTable = 4096, kBlockCodes = 8;
-// heads whose rows and sums fit here stay in the cache from one hash function to the next
+// Heads whose rows and sums fit here stay in the cache from one hash function to the next.
 constexpr int64_t kCacheBytes = int64_t{32} << 20;
+// of a multiprocessor at a time, and the most codes that one has
+constexpr int64_t kResidentBlocks = 2, kBlockCodes = 32;
 
 // The queries with the output's gradient, or the keys with the values, of the heads of a launch.
 template <class In>
 struct Side {
   Rows<const In> rows, others;
+  // from one row to the next
+  uint32_t row_bytes, other_bytes;
   // [heads, count], and [heads, count, D] that become the gradient of the rows at length one
   Accumulator<In>*inverse_length, *sums;
   // [heads, m, count] and [heads, m, table_size + 1], see SortedCodes
   const int32_t *order, *starts;
-  int64_t count;
+  int32_t count;
 };
 
 // The heads from `first` on, of the B * H.
 struct Sizes {
-  int64_t first, heads, H, num_hash;
-  int D, Dv;
+  int32_t first, heads, H, num_hash, D, Dv;
   // blocks that a head has in a launch, and codes that a block has
   int32_t table_size, head_blocks, block_codes;
 };
@@ -39,21 +41,23 @@ template <class In>
 struct HeadSide {
   using T = Accumulator<In>;
   const In *rows, *others;
-  int64_t row_stride, other_stride;
   const T* inverse_length;
   T* sums;
   const int32_t *order, *starts;
+  uint32_t row_bytes, other_bytes, sum_bytes;
 
-  __device__ HeadSide(const Side<In>& side, const Sizes& sizes, int64_t head, int64_t hash) {
-    const int64_t batch_head = sizes.first + head, batch = batch_head / sizes.H, list = head * sizes.num_hash + hash;
-    rows = side.rows.at(batch, batch_head % sizes.H, 0);
-    others = side.others.at(batch, batch_head % sizes.H, 0);
-    row_stride = side.rows.row_stride;
-    other_stride = side.others.row_stride;
-    inverse_length = side.inverse_length + head * side.count;
-    sums = side.sums + head * side.count * sizes.D;
+  __device__ HeadSide(const Side<In>& side, const Sizes& sizes, int32_t head, int32_t hash) {
+    const int32_t batch = (sizes.first + head) / sizes.H, head_of_batch = (sizes.first + head) % sizes.H;
+    const int64_t list = int64_t{head} * sizes.num_hash + hash, first_row = int64_t{head} * side.count;
+    rows = side.rows.at(batch, head_of_batch, 0);
+    others = side.others.at(batch, head_of_batch, 0);
+    inverse_length = side.inverse_length + first_row;
+    sums = side.sums + first_row * sizes.D;
     order = side.order + list * side.count;
     starts = side.starts + list * (sizes.table_size + 1);
+    row_bytes = side.row_bytes;
+    other_bytes = side.other_bytes;
+    sum_bytes = sizes.D * sizeof(T);
   }
 };
 
@@ -64,46 +68,67 @@ struct Span {
 
 template <class In>
 __device__ Span span_of(const HeadSide<In>& side, int32_t code) {
-  const int32_t first = side.starts[code];
-  return {first, side.starts[code + 1] - first};
+  const int32_t first = __ldg(side.starts + code);
+  return {first, __ldg(side.starts + code + 1) - first};
 }
 
-// Fills in the inverse lengths of a side's rows, and clears its sums. A warp has a row.
-template <class In>
-__global__ void prepare_kernel(Side<In> side, Sizes sizes) {
+// Fills in the inverse lengths of a side's rows, and clears its sums.
+template <class In, bool aligned>
+__global__ void __launch_bounds__(kRowThreads) prepare_kernel(Side<In> side, Sizes sizes, int lane_bits) {
   using T = Accumulator<In>;
-  const int lane = threadIdx.x % kWarp;
-  const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
-  if (warp >= sizes.heads * side.count) return;
-  const int64_t batch_head = sizes.first + warp / side.count;
-  const In* x = side.rows.at(batch_head / sizes.H, batch_head % sizes.H, warp % side.count);
+  const RowPlace place(side.count, lane_bits, 1);
+  // lanes past the last row stay: the sum of squares is the warp's
+  const bool exists = place.row < side.count;
+  const int32_t row = exists ? place.row : 0, batch_head = sizes.first + place.head;
+  const int64_t number = int64_t{place.head} * side.count + row;
+  const In* x = side.rows.at(batch_head / sizes.H, batch_head % sizes.H, row);
+  const T zeros[kLaneColumns] = {};
   T square = 0;
-  for (int c = lane; c < sizes.D; c += kWarp) {
-    square += static_cast<T>(x[c]) * static_cast<T>(x[c]);
-    side.sums[warp * sizes.D + c] = 0;
+  for (int32_t first = place.column; first < sizes.D; first += kLaneColumns << lane_bits) {
+    const int columns = columns_of_lane(sizes.D, first);
+    In part[kLaneColumns];
+    load_columns<aligned>(x + first, columns, part);
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; ++c) square += static_cast<T>(part[c]) * static_cast<T>(part[c]);
+    if (exists) store_columns<aligned>(zeros, columns, side.sums + number * sizes.D + first);
   }
-  square = warp_sum(square);
-  if (lane == 0) side.inverse_length[warp] = square > 0 ? 1 / sqrt(square) : 0;
+  square = sum_of_lanes(square, lane_bits);
+  if (exists && place.lane == 0) side.inverse_length[number] = square > 0 ? 1 / sqrt(square) : 0;
 }
 
-// Takes the sums, times scale, through the normalisation of the rows. A warp has a row.
-template <class In>
-__global__ void finish_kernel(Side<In> side, Sizes sizes, Accumulator<In> scale, Rows<In> out) {
+// Takes the sums, times scale, through the normalisation of the rows.
+template <class In, bool aligned>
+__global__ void __launch_bounds__(kRowThreads)
+    finish_kernel(Side<In> side, Sizes sizes, Accumulator<In> scale, int lane_bits, Rows<In> out) {
   using T = Accumulator<In>;
-  const int lane = threadIdx.x % kWarp;
-  const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
-  if (warp >= sizes.heads * side.count) return;
-  const int64_t batch_head = sizes.first + warp / side.count;
-  const int64_t batch = batch_head / sizes.H, head = batch_head % sizes.H;
-  const In* x = side.rows.at(batch, head, warp % side.count);
-  const T* sum = side.sums + warp * sizes.D;
-  const T inverse = side.inverse_length[warp];
-  T product = 0;
-  for (int c = lane; c < sizes.D; c += kWarp) product += sum[c] * (static_cast<T>(x[c]) * inverse);
-  product = warp_sum(product);
-  In* to = out.at(batch, head, warp % side.count);
-  for (int c = lane; c < sizes.D; c += kWarp)
-    to[c] = static_cast<In>((sum[c] - product * (static_cast<T>(x[c]) * inverse)) * scale * inverse);
+  const RowPlace place(side.count, lane_bits, 1);
+  const bool exists = place.row < side.count;
+  const int32_t row = exists ? place.row : 0, batch_head = sizes.first + place.head;
+  const int32_t batch = batch_head / sizes.H, head = batch_head % sizes.H;
+  const int64_t number = int64_t{place.head} * side.count + row;
+  const In* x = side.rows.at(batch, head, row);
+  const T* sums = side.sums + number * sizes.D;
+  const T inverse = side.inverse_length[number];
+  In part[kLaneColumns];
+  T sum[kLaneColumns], product = 0;
+  for (int32_t first = place.column; first < sizes.D; first += kLaneColumns << lane_bits) {
+    load_columns<aligned>(x + first, columns_of_lane(sizes.D, first), part);
+    load_columns<aligned>(sums + first, columns_of_lane(sizes.D, first), sum);
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; ++c) product += sum[c] * (static_cast<T>(part[c]) * inverse);
+  }
+  product = sum_of_lanes(product, lane_bits);
+  if (!exists) return;
+  In* to = out.at(batch, head, row);
+  for (int32_t first = place.column; first < sizes.D; first += kLaneColumns << lane_bits) {
+    const int columns = columns_of_lane(sizes.D, first);
+    load_columns<aligned>(x + first, columns, part);
+    load_columns<aligned>(sums + first, columns, sum);
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; ++c)
+      part[c] = static_cast<In>((sum[c] - product * (static_cast<T>(part[c]) * inverse)) * scale * inverse);
+    store_columns<aligned>(part, columns, to + first);
+  }
 }
 
 // A block's shared memory where it multiplies without tensor cores. A column more avoids bank conflicts.
@@ -123,11 +148,11 @@ __device__ void load_slice(T (&to)[kTile][kSlice + 1], const HeadSide<In>& side,
     const int r = i / kSlice, c = i % kSlice;
     T value = 0;
     if (r < count && first_column + c < columns) {
-      const int64_t row = order[r];
+      const int32_t row = order[r];
       if constexpr (others)
-        value = static_cast<T>(side.others[row * side.other_stride + first_column + c]);
+        value = static_cast<T>(row_at(side.others, row, side.other_bytes)[first_column + c]);
       else
-        value = static_cast<T>(side.rows[row * side.row_stride + first_column + c]) * side.inverse_length[row];
+        value = static_cast<T>(row_at(side.rows, row, side.row_bytes)[first_column + c]) * side.inverse_length[row];
     }
     to[r][c] = value;
   }
@@ -140,7 +165,7 @@ __device__ void add_slice(const HeadSide<In>& side, const int32_t* order, int co
   for (int i = threadIdx.x; i < kTile * kSlice; i += kThreads) {
     const int r = i / kSlice, c = i % kSlice;
     if (r < count && first_column + c < columns)
-      side.sums[int64_t{order[r]} * columns + first_column + c] += f(r, c);
+      row_at(side.sums, order[r], side.sum_bytes)[first_column + c] += f(r, c);
   }
 }
 
@@ -238,10 +263,10 @@ __device__ void add_through_product(const HeadSide<In>& targets, Span target_spa
 // Adds the buckets of one hash function: any dtype and size. A block has block_codes codes of a head.
 template <class In>
 __global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 1 : 2)
-    add_buckets_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int64_t hash) {
+    add_buckets_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int32_t hash) {
   using T = Accumulator<In>;
   Scratch<T>& scratch = *shared_memory<Scratch<T>>();
-  const int64_t head = blockIdx.x / sizes.head_blocks;
+  const int32_t head = blockIdx.x / sizes.head_blocks;
   const HeadSide<In> queries(query_side, sizes, head, hash), keys(key_side, sizes, head, hash);
   const int32_t begin = static_cast<int32_t>(blockIdx.x % sizes.head_blocks) * sizes.block_codes;
   const int32_t end = min(begin + sizes.block_codes, sizes.table_size);
@@ -285,22 +310,34 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// Adds to two floats that are aligned to their size.
-__device__ __forceinline__ void add_two(float* to, float x, float y) {
+// Adds to two floats, `offset` floats behind an address that is aligned to their size, unless there are none: in two
+// instructions, which a branch or an addition would double.
+template <int offset>
+__device__ __forceinline__ void add_two(float* to, float x, float y, bool exists) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};"
-               :
-               : "l"(__cvta_generic_to_global(to)), "f"(x), "f"(y));
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %3, 0; @p red.relaxed.gpu.global.add.v2.f32 [%0 + %4], {%1, %2}; }"
+      :
+      : "l"(__cvta_generic_to_global(to)), "f"(x), "f"(y), "r"(uint32_t{exists}), "n"(offset * sizeof(float)));
 #else
-  atomicAdd(to, x);
-  atomicAdd(to + 1, y);
+  if (!exists) return;
+  atomicAdd(to + offset, x);
+  atomicAdd(to + offset + 1, y);
 #endif
+}
+
+// Calls f<0>(), f<1>() and so on.
+template <int count, class F>
+__device__ __forceinline__ void for_numbers(const F& f) {
+  [&]<int... number>(std::integer_sequence<int, number...>) {
+    (f.template operator()<number>(), ...);
+  }(std::make_integer_sequence<int, count>{});
 }
 
 // The thread's lane, as a number that the compiler knows nothing about: it would compute what depends on the lane for
 // all kinds of buckets before the loop over these, and run out of registers.
-__device__ __forceinline__ int lane_in_bucket() {
-  int lane = threadIdx.x % kWarp;
+__device__ __forceinline__ uint32_t lane_in_bucket() {
+  uint32_t lane = threadIdx.x % kWarp;
 #ifndef YOSO_CUDA_EMULATOR
   asm volatile("" : "+r"(lane));
 #endif
@@ -313,49 +350,48 @@ struct Matrix {
   static constexpr int kPieces = kColumns / 8;
   unsigned char* data;
 
-  __device__ void* piece(int row, int piece) const {
+  __device__ __forceinline__ void* piece(uint32_t row, uint32_t piece) const {
     return data + (row * kPieces + (piece ^ (row % 8))) * 16;
   }
 };
 
-// Up to 16 rows of a bucket's one side in lanes 0..15, and of the other in lanes 16..31: -1 past the last.
+// Up to 16 rows of a bucket's one side in lanes 0..15, and of the other in lanes 16..31. Past the last there is the
+// last again, at inverse length zero: it has an address, if nothing to add.
 struct PickedRows {
   int32_t row;
   float inverse_length;
 
   template <class In>
-  __device__ PickedRows(int lane, const HeadSide<In>& side, Span span, const HeadSide<In>& other_side,
-                        Span other_span) {
+  __device__ __forceinline__ PickedRows(uint32_t lane, const HeadSide<In>& side, Span span,
+                                        const HeadSide<In>& other_side, Span other_span) {
+    const HeadSide<In>& mine = lane < kTile ? side : other_side;
+    const Span rows = lane < kTile ? span : other_span;
     const int place = lane % kTile;
-    const bool first = lane < kTile;
-    row = place < (first ? span.count : other_span.count)
-              ? (first ? side.order + span.first : other_side.order + other_span.first)[place]
-              : -1;
-    inverse_length = row < 0 ? 0 : (first ? side : other_side).inverse_length[row];
+    row = __ldg(mine.order + rows.first + min(place, rows.count - 1));
+    inverse_length = place < rows.count ? __ldg(mine.inverse_length + row) : 0;
   }
 
-  __device__ int32_t at(int lane) const { return __shfl_sync(kAllLanes, row, lane); }
+  __device__ __forceinline__ int32_t at(int lane) const { return __shfl_sync(kAllLanes, row, lane); }
 };
 
-// The gradients or values of picked rows g and g + 8: pieces t, t + 4 and so on. Products of rows may take columns in
-// any order, if all rows do: two registers are a step of 16 columns of all four lanes.
+// The gradients or values of `count` picked rows, a lane's being g and g + 8: pieces t, t + 4 and so on. Products of
+// rows may take columns in any order, if all rows do: two registers are a step of 16 columns of all four lanes.
 template <int kColumns>
 struct Fragments {
   uint32_t rows[2][kColumns / 32][4];
 
   template <class In>
-  __device__ __forceinline__ Fragments(int lane, const HeadSide<In>& side, const PickedRows& picked, int first_lane,
-                                       int columns) {
+  __device__ __forceinline__ Fragments(uint32_t lane, const HeadSide<In>& side, const PickedRows& picked,
+                                       int first_lane, int count, int columns) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t row = picked.at(first_lane + g + 8 * half);
+      const In* from = row_at(side.others, picked.at(first_lane + g + 8 * half), side.other_bytes) + 8 * t;
 #pragma unroll
       for (int i = 0; i < kColumns / 32; ++i) {
-        const int column = 32 * i + 8 * t;
         uint4 piece = make_uint4(0, 0, 0, 0);
-        if (row >= 0 && column < columns)
-          piece = *reinterpret_cast<const uint4*>(side.others + row * side.other_stride + column);
+        if (g + 8 * half < count && 32 * i + 8 * t < columns)
+          piece = __ldg(reinterpret_cast<const uint4*>(from + 32 * i));
         rows[half][i][0] = piece.x;
         rows[half][i][1] = piece.y;
         rows[half][i][2] = piece.z;
@@ -380,7 +416,7 @@ struct Weights {
   float scale;
 
   template <int kColumns>
-  __device__ __forceinline__ Weights(int lane, const Fragments<kColumns>& left, const Fragments<kColumns>& right,
+  __device__ __forceinline__ Weights(uint32_t lane, const Fragments<kColumns>& left, const Fragments<kColumns>& right,
                                      const PickedRows& picked, int first_right_lane) {
     float w[2][4] = {};
 #pragma unroll
@@ -398,9 +434,11 @@ struct Weights {
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        w[n][i] *= __shfl_sync(kAllLanes, picked.inverse_length, first_right_lane + 8 * n + 2 * t + i % 2);
-        if constexpr (std::is_same_v<In, Half>) largest = max(largest, fabsf(w[n][i]));
+      for (int i = 0; i < 2; ++i) {
+        const float inverse = __shfl_sync(kAllLanes, picked.inverse_length, first_right_lane + 8 * n + 2 * t + i);
+        w[n][i] *= inverse;
+        w[n][i + 2] *= inverse;
+        if constexpr (std::is_same_v<In, Half>) largest = max(largest, max(fabsf(w[n][i]), fabsf(w[n][i + 2])));
       }
     if constexpr (std::is_same_v<In, Half>) largest = warp_max(largest);
     const Power<In> power(largest);
@@ -411,26 +449,28 @@ struct Weights {
   }
 };
 
-// Copies the picked rows that 16 lanes have to a matrix, zero past the last row and column.
+// Copies `count` of the picked rows that 16 lanes have to a matrix, zero past the last row and column.
 template <int kColumns, class In>
-__device__ __forceinline__ void copy_rows(int lane, Matrix<kColumns> to, const HeadSide<In>& side,
-                                          const PickedRows& picked, int first_lane, int columns) {
+__device__ __forceinline__ void copy_rows(uint32_t lane, Matrix<kColumns> to, const HeadSide<In>& side,
+                                          const PickedRows& picked, int first_lane, int count, int columns) {
   constexpr int kPieces = kColumns / 8;
+  const int piece = lane % kPieces;
+  const In* rows = side.rows + (piece * 8 < columns ? piece * 8 : 0);
+  const uint32_t row_bytes = side.row_bytes;
+  if (piece * 8 >= columns) count = 0;
 #pragma unroll
   for (int i = 0; i < kTile * kPieces / kWarp; ++i) {
-    const int r = (i * kWarp + lane) / kPieces, piece = lane % kPieces;
-    const int64_t row = picked.at(first_lane + r);
-    const bool clear = row < 0 || piece * 8 >= columns;
-    copy_ahead(to.piece(r, piece), clear ? side.rows : side.rows + row * side.row_stride + piece * 8, clear);
+    const int r = (i * kWarp + lane) / kPieces;
+    copy_ahead(to.piece(r, piece), row_at(rows, picked.at(first_lane + r), row_bytes), r >= count);
   }
 }
 
 // sums = the weights times columns 16 * pair .. 16 * pair + 15 of a matrix of 16 rows; without the scale.
 template <int kColumns, class In>
-__device__ __forceinline__ void multiply_rows(int lane, float (&sums)[2][4], const Weights<In>& weights,
+__device__ __forceinline__ void multiply_rows(uint32_t lane, float (&sums)[2][4], const Weights<In>& weights,
                                               Matrix<kColumns> rows, int pair) {
   uint32_t b[4];
-  load_matrices<true>(b, rows.piece(lane % 16, 2 * pair + lane / 16));
+  load_matrices<true>(b, rows.piece(lane % 16, 2 * pair ^ lane / 16));
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -439,21 +479,32 @@ __device__ __forceinline__ void multiply_rows(int lane, float (&sums)[2][4], con
   }
 }
 
-// Adds columns 16 * pair .. 16 * pair + 15 to the sums of rows[0] for g and rows[1] for g + 8, unless these are -1.
-template <class In>
-__device__ __forceinline__ void add_sums(int lane, const HeadSide<In>& side, const int32_t (&rows)[2],
-                                         const float (&sums)[2][4], float scale, int pair, int columns) {
-  const int t = lane % 4;
+// The sums of `count` picked rows, a lane's being those of g and g + 8 from column 2t on.
+struct PickedSums {
+  float* row[2];
+  bool exists[2];
+
+  template <class In>
+  __device__ __forceinline__ PickedSums(uint32_t lane, const HeadSide<In>& side, const PickedRows& picked,
+                                        int first_lane, int count) {
+    const int g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int column = 16 * pair + 8 * n + 2 * t;
-      if (rows[half] >= 0 && column < columns)
-        add_two(side.sums + int64_t{rows[half]} * columns + column, sums[n][2 * half] * scale,
-                sums[n][2 * half + 1] * scale);
+    for (int half = 0; half < 2; ++half) {
+      row[half] = row_at(side.sums, picked.at(first_lane + g + 8 * half), side.sum_bytes) + 2 * t;
+      exists[half] = g + 8 * half < count;
     }
-}
+  }
+
+  // Adds to columns 16 * pair .. 16 * pair + 15.
+  template <int pair>
+  __device__ __forceinline__ void add(const float (&sums)[2][4], float scale, int columns) const {
+    for_numbers<4>([&]<int number>() {
+      constexpr int n = number / 2, half = number % 2, column = 16 * pair + 8 * n;
+      add_two<column>(row[half], sums[n][2 * half] * scale, sums[n][2 * half + 1] * scale,
+                      exists[half] && column < columns);
+    });
+  }
+};
 
 // Adds a bucket of up to 16 rows a side. A warp has it, with the memory of two matrices of 16 rows.
 template <int kColumns, class In>
@@ -461,28 +512,28 @@ __device__ __forceinline__ void add_small_bucket(const HeadSide<In>& queries, Sp
                                                  const HeadSide<In>& keys, Span key_span, const Sizes& sizes,
                                                  unsigned char* memory) {
   const Matrix<kColumns> query_rows{memory}, key_rows{memory + kTile * kColumns * sizeof(In)};
-  const int lane = lane_in_bucket(), g = lane / 4;
+  const uint32_t lane = lane_in_bucket();
   const PickedRows picked(lane, queries, query_span, keys, key_span);
   // all have read what was here before
   __syncwarp();
-  copy_rows(lane, query_rows, queries, picked, 0, sizes.D);
-  copy_rows(lane, key_rows, keys, picked, kTile, sizes.D);
-  const Fragments<kColumns> grads(lane, queries, picked, 0, sizes.Dv), values(lane, keys, picked, kTile, sizes.Dv);
+  copy_rows(lane, query_rows, queries, picked, 0, query_span.count, sizes.D);
+  copy_rows(lane, key_rows, keys, picked, kTile, key_span.count, sizes.D);
+  const Fragments<kColumns> grads(lane, queries, picked, 0, query_span.count, sizes.Dv);
+  const Fragments<kColumns> values(lane, keys, picked, kTile, key_span.count, sizes.Dv);
   // both ways rather than one and its transpose: the products cost less than moving it between lanes
   const Weights<In> by_query(lane, grads, values, picked, kTile), by_key(lane, values, grads, picked, 0);
-  const int32_t query_numbers[2] = {picked.at(g), picked.at(g + 8)};
-  const int32_t key_numbers[2] = {picked.at(kTile + g), picked.at(kTile + g + 8)};
+  const PickedSums query_sums(lane, queries, picked, 0, query_span.count);
+  const PickedSums key_sums(lane, keys, picked, kTile, key_span.count);
   wait_for_copies();
   __syncwarp();
-#pragma unroll
-  for (int pair = 0; pair < kColumns / 16; ++pair)
-    if (16 * pair < sizes.D) {
-      float sums[2][4];
-      multiply_rows(lane, sums, by_query, key_rows, pair);
-      add_sums(lane, queries, query_numbers, sums, by_query.scale, pair, sizes.D);
-      multiply_rows(lane, sums, by_key, query_rows, pair);
-      add_sums(lane, keys, key_numbers, sums, by_key.scale, pair, sizes.D);
-    }
+  for_numbers<kColumns / 16>([&]<int pair>() {
+    if (16 * pair >= sizes.D) return;
+    float sums[2][4];
+    multiply_rows(lane, sums, by_query, key_rows, pair);
+    query_sums.template add<pair>(sums, by_query.scale, sizes.D);
+    multiply_rows(lane, sums, by_key, query_rows, pair);
+    key_sums.template add<pair>(sums, by_key.scale, sizes.D);
+  });
 }
 
 // Adds a bucket's part of the sums of up to 16 of one side's rows. A warp has them, with the memory of a matrix of 16
@@ -492,14 +543,14 @@ __device__ __forceinline__ void add_pairs_of_tile(const HeadSide<In>& targets, S
                                                   const HeadSide<In>& sources, Span source_span, const Sizes& sizes,
                                                   unsigned char* memory) {
   const Matrix<kColumns> source_rows{memory};
-  int lane = lane_in_bucket();
+  uint32_t lane = lane_in_bucket();
   PickedRows picked(lane, targets, target_span, sources, source_span);
-  const Fragments<kColumns> target_others(lane, targets, picked, 0, sizes.Dv);
+  const Fragments<kColumns> target_others(lane, targets, picked, 0, target_span.count, sizes.Dv);
   float sums[kColumns / 16][2][4] = {};
   while (true) {
     __syncwarp();
-    copy_rows(lane, source_rows, sources, picked, kTile, sizes.D);
-    const Fragments<kColumns> source_others(lane, sources, picked, kTile, sizes.Dv);
+    copy_rows(lane, source_rows, sources, picked, kTile, source_span.count, sizes.D);
+    const Fragments<kColumns> source_others(lane, sources, picked, kTile, source_span.count, sizes.Dv);
     const Weights<In> weights(lane, target_others, source_others, picked, kTile);
     wait_for_copies();
     __syncwarp();
@@ -518,10 +569,8 @@ __device__ __forceinline__ void add_pairs_of_tile(const HeadSide<In>& targets, S
     lane = lane_in_bucket();
     picked = PickedRows(lane, targets, target_span, sources, source_span);
   }
-  const int32_t numbers[2] = {picked.at(lane / 4), picked.at(lane / 4 + 8)};
-#pragma unroll
-  for (int pair = 0; pair < kColumns / 16; ++pair)
-    if (16 * pair < sizes.D) add_sums(lane, targets, numbers, sums[pair], 1, pair, sizes.D);
+  const PickedSums target_sums(lane, targets, picked, 0, target_span.count);
+  for_numbers<kColumns / 16>([&]<int pair>() { target_sums.template add<pair>(sums[pair], 1, sizes.D); });
 }
 
 // The numbers of a piece, times a factor.
@@ -542,7 +591,8 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
                                                     const HeadSide<In>& sources, Span source_span, const Sizes& sizes,
                                                     unsigned char* memory) {
   constexpr int kPieces = kColumns / 8, kRows = 4096 / kColumns, kDown = kColumns / 64, kAcross = kColumns / 32;
-  const int warp = threadIdx.x / kWarp, lane = lane_in_bucket(), g = lane / 4, t = lane % 4;
+  const uint32_t lane = lane_in_bucket();
+  const int warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
   const Matrix<kColumns> others{memory}, rows{memory + kRows * kColumns * sizeof(In)};
   // of the product, a warp has a quarter of the rows and half of the columns
   const int first_row = warp / 2 * (kColumns / 4), first_piece = warp % 2 * (kPieces / 2);
@@ -554,9 +604,9 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
       const int r = i / kPieces, piece = i % kPieces;
       uint4 other = make_uint4(0, 0, 0, 0), row = other;
       if (r < count) {
-        const int64_t number = sources.order[source_span.first + from + r];
-        const In* other_row = sources.others + number * sources.other_stride;
-        const In* row_itself = sources.rows + number * sources.row_stride;
+        const int32_t number = sources.order[source_span.first + from + r];
+        const In* other_row = row_at(sources.others, number, sources.other_bytes);
+        const In* row_itself = row_at(sources.rows, number, sources.row_bytes);
         // of the inverse length, the rows take up a power of two, which they do without an error
         const float inverse = sources.inverse_length[number];
         const float power = 2 * __int_as_float(__float_as_int(inverse) & 0x7f800000);
@@ -627,30 +677,29 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
 
   for (int tile = warp; tile * kTile < target_span.count; tile += kWarps) {
     const Span span{target_span.first + tile * kTile, target_span.count - tile * kTile};
-    const PickedRows picked(lane, targets, span, targets, {0, 0});
-    const Fragments<kColumns> left(lane, targets, picked, 0, sizes.Dv);
-    const int32_t numbers[2] = {picked.at(g), picked.at(g + 8)};
+    const PickedRows picked(lane, targets, span, targets, span);
+    const Fragments<kColumns> left(lane, targets, picked, 0, span.count, sizes.Dv);
+    const PickedSums target_sums(lane, targets, picked, 0, span.count);
+    for_numbers<kColumns / 16>([&]<int pair>() {
+      if (16 * pair >= sizes.D) return;
+      float sums[2][4] = {};
 #pragma unroll
-    for (int pair = 0; pair < kColumns / 16; ++pair)
-      if (16 * pair < sizes.D) {
-        float sums[2][4] = {};
+      for (int i = 0; i < kColumns / 32; ++i)
 #pragma unroll
-        for (int i = 0; i < kColumns / 32; ++i)
+        for (int step = 0; step < 2; ++step) {
+          uint32_t a[4], b[4];
+          left.left(a, i, step);
+          // the rows in the order of the fragments' columns
+          const int r = 32 * i + 4 * step + lane % 8 / 2 * 8 + lane / 8 % 2 * 2 + lane % 2;
 #pragma unroll
-          for (int step = 0; step < 2; ++step) {
-            uint32_t a[4], b[4];
-            left.left(a, i, step);
-            // the rows in the order of the fragments' columns
-            const int r = 32 * i + 4 * step + lane % 8 / 2 * 8 + lane / 8 % 2 * 2 + lane % 2;
+          for (int part = 0; part < 2; ++part) {
+            load_matrices<true>(b, (part == 0 ? high : low).piece(r, 2 * pair ^ lane / 16));
 #pragma unroll
-            for (int part = 0; part < 2; ++part) {
-              load_matrices<true>(b, (part == 0 ? high : low).piece(r, 2 * pair + lane / 16));
-#pragma unroll
-              for (int n = 0; n < 2; ++n) multiply_add<In>(sums[n], a, {b[2 * n], b[2 * n + 1]});
-            }
+            for (int n = 0; n < 2; ++n) multiply_add<In>(sums[n], a, {b[2 * n], b[2 * n + 1]});
           }
-        add_sums(lane, targets, numbers, sums, power.down, pair, sizes.D);
-      }
+        }
+      target_sums.template add<pair>(sums, power.down, sizes.D);
+    });
   }
 }
 
@@ -658,7 +707,7 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
 // bytes.
 template <class In, int kColumns>
 __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
-    add_buckets_mma_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int64_t hash) {
+    add_buckets_mma_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int32_t hash) {
   unsigned char* memory = shared_memory<unsigned char>();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   unsigned char* warp_memory = memory + warp * (2 * kTile * kColumns * sizeof(In));
@@ -725,9 +774,9 @@ inline bool fits_tensor_cores(const Tensor& rows) {
 }
 
 template <class In>
-void add_buckets(const Device& device, const Side<In>& queries, const Side<In>& keys, const Sizes& sizes, int64_t hash,
+void add_buckets(const Device& device, const Side<In>& queries, const Side<In>& keys, const Sizes& sizes, int32_t hash,
                  bool tensor_cores) {
-  const int64_t blocks = sizes.heads * sizes.head_blocks;
+  const int64_t blocks = int64_t{sizes.heads} * sizes.head_blocks;
   if constexpr (sizeof(In) == 2) {
     const auto launch_mma = [&](auto columns) {
       constexpr int kColumns = columns();
@@ -746,16 +795,16 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
                       const Tensor& value, const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
                       const Tensor& grad_query, const Tensor& grad_key) {
   using T = Accumulator<In>;
-  const int64_t H = query.size(1), all_heads = query.size(0) * H, N = query.size(2), M = key.size(2);
-  const int64_t D = query.size(3), Dv = value.size(3), m = query_codes.size(2);
-  const int64_t table_size = int64_t{1} << hash_code_len;
-  const int64_t block_codes = kBlockCodes * divide_up(table_size, kSmallTable);
-  const int64_t head_blocks = divide_up(table_size, block_codes);
-  // enough heads to keep the device busy; where more fit the cache, these
+  const int64_t H = query.size(1), all_heads = count_of(query.size(0) * H, "heads"), m = query_codes.size(2);
+  const int64_t N = count_of(query.size(2), "queries"), M = count_of(key.size(2), "keys");
+  const int64_t D = query.size(3), Dv = value.size(3), table_size = int64_t{1} << hash_code_len;
   const int64_t head_bytes = (N + M) * ((D + Dv) * int64_t{sizeof(In)} + D * int64_t{sizeof(T)});
-  const int64_t enough = std::max(divide_up(4 * device.num_multiprocessors(), head_blocks), kCacheBytes / head_bytes);
   const int64_t heads_sorted = heads_at_once(all_heads, m, (N + M) / 2, hash_code_len);
-  const int64_t heads_added = std::min(enough, heads_sorted);
+  const int64_t heads_added = std::clamp<int64_t>(kCacheBytes / head_bytes, 1, heads_sorted);
+  // a launch has the blocks that run at a time, or more
+  const int64_t resident = kResidentBlocks * device.num_multiprocessors();
+  const int64_t block_codes = std::min(divide_up(heads_added * table_size, resident), kBlockCodes);
+  const int64_t head_blocks = divide_up(table_size, block_codes);
   const bool tensor_cores =
       fits_tensor_cores(grad) && fits_tensor_cores(query) && fits_tensor_cores(key) && fits_tensor_cores(value);
 
@@ -769,26 +818,36 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
     const SortedCodes key_order = sort_codes(device, key_codes, sorted, sorted_end - sorted, hash_code_len);
     for (int64_t first = sorted; first < sorted_end; first += heads_added) {
       const int64_t heads = std::min(heads_added, sorted_end - first);
-      const Sizes sizes{first, heads, H, m, static_cast<int>(D), static_cast<int>(Dv),
-                        static_cast<int32_t>(table_size), static_cast<int32_t>(head_blocks),
-                        static_cast<int32_t>(block_codes)};
+      const auto narrow = [](int64_t x) { return static_cast<int32_t>(x); };
+      const Sizes sizes{narrow(first), narrow(heads), narrow(H), narrow(m), narrow(D), narrow(Dv),
+                        narrow(table_size), narrow(head_blocks), narrow(block_codes)};
       const auto side = [&](const Tensor& rows, const Tensor& others, const SortedCodes& order, T* lengths, T* sums) {
         const int64_t list = (first - sorted) * m, count = rows.size(2);
-        return Side<In>{rows_of<In>(rows), rows_of<In>(others), lengths, sums,
+        return Side<In>{rows_of<In>(rows),
+                        rows_of<In>(others),
+                        row_bytes_of<In>(rows),
+                        row_bytes_of<In>(others),
+                        lengths,
+                        sums,
                         static_cast<const int32_t*>(order.order.const_data_ptr()) + list * count,
-                        static_cast<const int32_t*>(order.starts.const_data_ptr()) + list * (table_size + 1), count};
+                        static_cast<const int32_t*>(order.starts.const_data_ptr()) + list * (table_size + 1),
+                        narrow(count)};
       };
       const Side<In> queries = side(query, grad, query_order, inverse_length, sum);
       const Side<In> keys = side(key, value, key_order, inverse_length + heads * N, sum + heads * N * D);
+      const int lane_bits = lane_bits_for(D);
       for (const Side<In>& rows : {queries, keys})
-        launch(device, prepare_kernel<In>, divide_up(heads * rows.count, kWarps), kThreads, 0, rows, sizes);
-      for (int64_t hash = 0; hash < m; ++hash)
-        add_buckets(device, queries, keys, sizes, hash, tensor_cores);
+        launch(device, aligned(rows.rows, D) ? prepare_kernel<In, true> : prepare_kernel<In, false>,
+               heads * blocks_of_head(rows.count, lane_bits), kRowThreads, 0, rows, sizes, lane_bits);
+      for (int32_t hash = 0; hash < m; ++hash) add_buckets(device, queries, keys, sizes, hash, tensor_cores);
       const T scale = static_cast<T>(hash_code_len) / (2 * m);
-      launch(device, finish_kernel<In>, divide_up(heads * N, kWarps), kThreads, 0, queries, sizes, scale,
-             mutable_rows_of<In>(grad_query));
-      launch(device, finish_kernel<In>, divide_up(heads * M, kWarps), kThreads, 0, keys, sizes, scale,
-             mutable_rows_of<In>(grad_key));
+      const auto finish = [&](const Side<In>& side, const Rows<In>& out) {
+        const bool whole = aligned(side.rows, D) && aligned(out, D);
+        launch(device, whole ? finish_kernel<In, true> : finish_kernel<In, false>,
+               heads * blocks_of_head(side.count, lane_bits), kRowThreads, 0, side, sizes, scale, lane_bits, out);
+      };
+      finish(queries, mutable_rows_of<In>(grad_query));
+      finish(keys, mutable_rows_of<In>(grad_key));
     }
   }
 }

@@ -55,18 +55,18 @@ class Counts:
         return counts
 
 
-def print_counts(title: str, counts: dict[str, Counter], scale: float, speed: float) -> None:
+def print_counts(title: str, counts: dict[str, Counter], speed: float) -> None:
     print(f"{title:40}" + "".join(f"{f'{column}, GB':>13}" for column in COLUMNS) + f"{'ms':>8}")
     for name, moved in {**counts, "in all": sum(counts.values(), Counter())}.items():
-        time = sum(moved[c] for c in COLUMNS if c != "shared") * scale / speed
-        print(f"  {name:38}" + "".join(f"{moved[c] * scale / 1e9:13.2f}" for c in COLUMNS) + f"{time * 1e3:8.2f}")
+        time = sum(moved[c] for c in COLUMNS if c != "shared") * HEADS / speed
+        print(f"  {name:38}" + "".join(f"{moved[c] * HEADS / 1e9:13.2f}" for c in COLUMNS) + f"{time * 1e3:8.2f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096])
     parser.add_argument("--hash_code_len", type=int, default=9)
-    parser.add_argument("--num_hash", type=int, default=32, help="that are counted; those of 32 are printed")
+    parser.add_argument("--num_hash", type=int, default=32)
     parser.add_argument("--speed", type=float, default=5.5e12, help="bytes a second")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -83,9 +83,8 @@ def main() -> None:
             out = yoso_attention(*inputs, hash_code_len=args.hash_code_len, num_hash=args.num_hash)
             forward = counts.take()
             torch.autograd.grad(out, inputs, torch.randn_like(out))
-            scale = HEADS * 32 / args.num_hash
-            print_counts(f"{length} tokens, forward", forward, scale, args.speed)
-            print_counts(f"{length} tokens, backward", counts.take(), scale, args.speed)
+            print_counts(f"{length} tokens, forward", forward, args.speed)
+            print_counts(f"{length} tokens, backward", counts.take(), args.speed)
 
 
 if __name__ == "__main__":

@@ -299,6 +299,10 @@ inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline double rsqrt(double x) { return 1 / std::sqrt(x); }
 template <class T>
+T __ldg(const T* x) {
+  return *x;
+}
+template <class T>
 __attribute__((noinline, no_sanitize("thread"))) T atomicAdd(T* x, T value) {
   emulator::on_access(emulator::Access::kAdd, x, sizeof(T), __builtin_return_address(0));
   const T old = *x;
