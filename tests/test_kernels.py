@@ -127,13 +127,15 @@ def test_kernels_are_as_accurate_as_pytorch(shape, dtype):
     assert_as_accurate_as_pytorch(inputs.expectation, dtype)
 
 
-# on a GPU, of 16-bit rows: more queries than a block has, and half a slice of columns; a single hash function; as many
-# queries as it takes to share tables
+# what GPUs have in shared memory: tables for more queries than a block has, and half a slice of columns; of a single
+# hash function; for as many queries as it takes; some columns of many keys, and hash functions in two parts
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 4099, 70, 8, 72, 3, 6), (1, 2, 2049, 33, 8, 8, 1, 2), (2, 1, 256, 40, 8, 200, 2, 7)]
+    "shape",
+    [(1, 1, 4099, 70, 8, 72, 3, 6), (1, 2, 2049, 33, 8, 8, 1, 2), (2, 1, 256, 40, 8, 200, 2, 7)]
+    + [(1, 1, 33, 1600, 8, 40, 9, 4)],
 )
-def test_many_queries_share_tables(shape, dtype):
+def test_tables_and_values_in_shared_memory(shape, dtype):
     inputs = Inputs("random", shape, dtype)
     inputs.codes[0][:, :, :, ::3] = -1
 

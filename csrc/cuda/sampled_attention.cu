@@ -20,6 +20,8 @@ constexpr int kSumsAhead = 128 / (kLaneColumns * sizeof(Sum<In>));
 constexpr int64_t kCrowd = 64, kCrowdOfMean = 4;
 // of the tables of a launch, unless that of one hash function of one head takes more
 constexpr int64_t kTableBytes = int64_t{64} << 20;
+// Hash functions for which a copy of the values' columns in shared memory is worth while.
+constexpr int64_t kHashesOfCopy = 4;
 // Where queries share copies of the tables' columns: lanes that a query has, queries that a lane has, and how many of
 // a block's queries there are at least for every entry of a table.
 constexpr int kSharingThreads = 512, kSharingLanes = 2, kSharingQueries = 8, kQueriesOfEntry = 2;
@@ -96,49 +98,87 @@ __device__ __forceinline__ void add_rows(const In* values, uint32_t row_bytes, i
   }
 }
 
-// Fills the tables.
+// Fills in the lanes' columns of an entry of the tables, from values that begin at their first column; the entry's head
+// counts from the launch's first one. The warp's lanes call this together, some with no entry.
 template <class In, class Code, bool aligned>
-__global__ void __launch_bounds__(kRowThreads, 3) build_tables_kernel(Problem<In, Code> p) {
+__device__ __forceinline__ void build_entry(const Problem<In, Code>& p, bool exists, int32_t head, int32_t entry,
+                                            const In* values, uint32_t row_bytes, int32_t column, int lane_bits) {
   using T = Accumulator<In>;
-  const int32_t entries = p.hashes << p.hash_code_len;
-  const RowPlace place(entries, p.lane_bits, p.slices);
-  const int32_t head = p.first_head + place.head;
-  const In* values = p.value.at(head / p.H, head % p.H, 0) + place.column;
-  const int columns = columns_of_lane(p.Dv, place.column);
+  const int columns = columns_of_lane(p.Dv, column), lane = threadIdx.x & ((1 << lane_bits) - 1);
+  exists = exists && columns > 0;
   const int32_t* order = nullptr;
   int32_t count = 0;
-  if (place.row < entries && columns > 0) {
-    const int64_t list = int64_t{place.head} * p.num_hash + p.first_hash + (place.row >> p.hash_code_len);
+  if (exists) {
+    const int64_t list = int64_t{head} * p.num_hash + p.first_hash + (entry >> p.hash_code_len);
     const int32_t table_size = 1 << p.hash_code_len;
-    const int32_t* start = p.starts + list * (table_size + 1) + (place.row & (table_size - 1));
+    const int32_t* start = p.starts + list * (table_size + 1) + (entry & (table_size - 1));
     order = p.order + list * p.M + start[0];
     count = start[1] - start[0];
   }
   T sums[kLaneColumns] = {};
   const bool crowded = count > p.crowd;
-  add_rows<In, aligned>(values, p.value_bytes, columns, order, crowded ? 0 : count, 1, sums);
+  add_rows<In, aligned>(values, row_bytes, columns, order, crowded ? 0 : count, 1, sums);
   // the warp shares the rows of each crowded bucket of its lanes
   const int warp_lane = threadIdx.x % kWarp;
-  for (uint32_t left = __ballot_sync(kAllLanes, crowded && place.lane == 0); left != 0; left &= left - 1) {
-    const int owner = __ffs(left) - 1, first = warp_lane >> p.lane_bits;
+  for (uint32_t left = __ballot_sync(kAllLanes, crowded && lane == 0); left != 0; left &= left - 1) {
+    const int owner = __ffs(left) - 1, first = warp_lane >> lane_bits;
     const int32_t all = __shfl_sync(kAllLanes, count, owner);
     const auto* shared_order =
         reinterpret_cast<const int32_t*>(__shfl_sync(kAllLanes, reinterpret_cast<uintptr_t>(order), owner));
     T part[kLaneColumns] = {};
-    add_rows<In, aligned>(values, p.value_bytes, columns, shared_order + first, columns > 0 ? all - first : 0,
-                          kWarp >> p.lane_bits, part);
+    add_rows<In, aligned>(values, row_bytes, columns, shared_order + first, columns > 0 ? all - first : 0,
+                          kWarp >> lane_bits, part);
 #pragma unroll
     for (int c = 0; c < kLaneColumns; ++c) {
-      for (int other = 1 << p.lane_bits; other < kWarp; other *= 2)
+      for (int other = 1 << lane_bits; other < kWarp; other *= 2)
         part[c] += __shfl_xor_sync(kAllLanes, part[c], other);
-      if (warp_lane - place.lane == owner) sums[c] = part[c];
+      if (warp_lane - lane == owner) sums[c] = part[c];
     }
   }
-  if (place.row >= entries || columns == 0) return;
+  if (!exists) return;
   Sum<In> rounded[kLaneColumns];
 #pragma unroll
   for (int c = 0; c < kLaneColumns; ++c) rounded[c] = static_cast<Sum<In>>(sums[c]);
-  store(rounded, row_at(p.tables + place.column, place.head * entries + place.row, p.entry_bytes));
+  store(rounded, row_at(p.tables + column, head * (p.hashes << p.hash_code_len) + entry, p.entry_bytes));
+}
+
+// Fills the tables, from values in the cache.
+template <class In, class Code, bool aligned>
+__global__ void __launch_bounds__(kRowThreads, 3) build_tables_kernel(Problem<In, Code> p) {
+  const int32_t entries = p.hashes << p.hash_code_len;
+  const RowPlace place(entries, p.lane_bits, p.slices);
+  const int32_t head = p.first_head + place.head;
+  build_entry<In, Code, aligned>(p, place.row < entries, place.head, place.row,
+                                 p.value.at(head / p.H, head % p.H, 0) + place.column, p.value_bytes, place.column,
+                                 p.lane_bits);
+}
+
+// Fills the tables where rows are aligned, from a copy of some columns of all values in shared memory. A block has
+// 2^lane_bits lanes' columns, and 1 / parts of the hash functions, of a head.
+template <class In, class Code>
+__global__ void __launch_bounds__(kSharingThreads, 1)
+    build_from_shared_kernel(Problem<In, Code> p, int lane_bits, int32_t slices, int32_t parts) {
+  constexpr int kPieceColumns = kPieceBytes / sizeof(In);
+  const int32_t part = blockIdx.x % parts, slice = blockIdx.x / parts % slices, head = blockIdx.x / parts / slices;
+  const int32_t batch_head = p.first_head + head, columns = kLaneColumns << lane_bits, first_column = slice * columns;
+  const In* values = p.value.at(batch_head / p.H, batch_head % p.H, 0) + first_column;
+  In* shared = shared_memory<In>();
+  const int32_t pieces = columns / kPieceColumns, row_step = kSharingThreads / pieces;
+  const int32_t column = threadIdx.x % pieces * kPieceColumns;
+  if (first_column + column < p.Dv)
+    for (int32_t row = threadIdx.x / pieces; row < p.M; row += row_step)
+      copy_ahead(shared + row * columns + column, row_at(values + column, row, p.value_bytes), false);
+  wait_for_copies();
+  __syncthreads();
+
+  const int32_t entries = p.hashes << p.hash_code_len, entry_step = kSharingThreads >> lane_bits;
+  const int32_t part_hashes = (p.hashes - 1) / parts + 1, lane = threadIdx.x & ((1 << lane_bits) - 1);
+  const int32_t end = min((part + 1) * part_hashes << p.hash_code_len, entries);
+  for (int32_t first = part * part_hashes << p.hash_code_len; first < end; first += entry_step) {
+    const int32_t entry = first + (threadIdx.x >> lane_bits);
+    build_entry<In, Code, true>(p, entry < end, head, entry, shared + lane * kLaneColumns, columns * sizeof(In),
+                                first_column + lane * kLaneColumns, lane_bits);
+  }
 }
 
 // Scales a row of which the place's lanes have a slice each, zero where they have none, and keeps its inverse length.
@@ -359,13 +399,19 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   p.sums = static_cast<Accumulator<In>*>(sums.mutable_data_ptr());
   const bool whole = aligned(p.value, p.Dv) && aligned(p.out, p.Dv);
   const auto build = whole ? build_tables_kernel<In, Code, true> : build_tables_kernel<In, Code, false>;
+  // as many columns of all values as shared memory holds, and as many blocks as there are multiprocessors
+  const int64_t shared_limit = device.shared_bytes(), lane_bytes = p.M * kLaneColumns * int64_t{sizeof(In)};
+  int build_lane_bits = p.lane_bits;
+  while (build_lane_bits > 0 && lane_bytes << build_lane_bits > shared_limit) --build_lane_bits;
+  const auto build_slices = static_cast<int32_t>(divide_up(p.row_columns, kLaneColumns << build_lane_bits));
+  const bool build_from_shared =
+      whole && hashes_added >= kHashesOfCopy && lane_bytes << build_lane_bits <= shared_limit;
   const auto read = whole ? read_tables_kernel<In, Code, true> : read_tables_kernel<In, Code, false>;
   // bfloat16 only: its tables are small, and rows that are rounded before they are scaled lose none of their exponents
   const int64_t shared_bytes = 2 * (table_size + 1) * kSharingColumns * static_cast<int64_t>(sizeof(Sum<In>));
   const int64_t sharing_queries = p.N / sharing_blocks(p.N);
   const bool sharing = std::is_same_v<In, BFloat16> && whole && hashes_added == num_hash &&
-                       sharing_queries >= kQueriesOfEntry * table_size &&
-                       shared_bytes <= static_cast<int64_t>(device.shared_bytes());
+                       sharing_queries >= kQueriesOfEntry * table_size && shared_bytes <= shared_limit;
 
   for (int64_t sorted = 0; sorted < all_heads; sorted += heads_sorted) {
     const int64_t sorted_end = std::min(sorted + heads_sorted, all_heads);
@@ -380,7 +426,14 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
         p.first_hash = static_cast<int32_t>(first);
         p.hashes = static_cast<int32_t>(std::min(hashes_added, num_hash - first));
         const auto blocks = [&](uint32_t rows) { return heads * p.slices * blocks_of_head(rows, p.lane_bits); };
-        launch(device, build, blocks(p.hashes << hash_code_len), kRowThreads, 0, p);
+        if (build_from_shared) {
+          const int64_t enough = divide_up(device.num_multiprocessors(), heads * build_slices);
+          const auto parts = static_cast<int32_t>(std::min(enough, divide_up(p.hashes, kHashesOfCopy)));
+          launch(device, build_from_shared_kernel<In, Code>, heads * build_slices * parts, kSharingThreads,
+                 lane_bytes << build_lane_bits, p, build_lane_bits, build_slices, parts);
+        } else {
+          launch(device, build, blocks(p.hashes << hash_code_len), kRowThreads, 0, p);
+        }
         if constexpr (std::is_same_v<In, BFloat16>)
           if (sharing) {
             launch(device, read_shared_tables_kernel<In, Code>,
