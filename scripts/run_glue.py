@@ -54,6 +54,7 @@ from yoso_hf.glue_metric import GlueMetric
 from yoso_hf.model_card import CardTrainer
 from yoso_hf.training import (
     describe_run,
+    end_processes,
     find_checkpoint,
     finished_state,
     load_pretrained,
@@ -312,3 +313,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    end_processes()

@@ -70,6 +70,7 @@ from yoso_hf.mlm import MaskedLMTrainer, Masking
 from yoso_hf.training import (
     check_attention,
     describe_run,
+    end_processes,
     find_checkpoint,
     finished_state,
     load_pretrained,
@@ -405,3 +406,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    end_processes()

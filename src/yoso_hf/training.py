@@ -1,5 +1,6 @@
 """What the training scripts share: arguments, run directories, and loading a pretrained model."""
 
+import gc
 import json
 import os
 import sys
@@ -338,3 +339,14 @@ def longest_input(model: PreTrainedModel) -> int | None:
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return limit - module.padding_idx - 1
     return limit
+
+
+def end_processes() -> None:
+    """End the process group of a script that ran in several processes, and its threads.
+
+    Its last line: nothing may refer to the group, so what was trained with it must be gone. A thread of gloo that has
+    yet to release a tensor when Python ends aborts the process.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        gc.collect()
+        torch.distributed.destroy_process_group()
