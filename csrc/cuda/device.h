@@ -47,6 +47,8 @@ class Device {
   int64_t num_multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
   // the most shared memory that a block may ask for
   size_t shared_bytes() const { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+  // whether launches may start early, see launch
+  bool starts_early() const { return attribute(cudaDevAttrComputeCapabilityMajor) >= 9; }
 
  private:
   int attribute(cudaDeviceAttr which) const {
@@ -73,8 +75,10 @@ class Device {
   void* stream_ = nullptr;
 };
 
-// Runs kernel(arguments...) on `blocks` blocks of `threads` threads; nothing where there are no blocks.
-template <class... Parameters, class... Arguments>
+// Runs kernel(arguments...) on `blocks` blocks of `threads` threads; nothing where there are no blocks. With early, the
+// kernel may start when all blocks of the launch before it on the stream have called let_next_launch_start: every
+// thread of it must call wait_for_launches_before, and touch nothing that these write before it has.
+template <bool early = false, class... Parameters, class... Arguments>
 void launch(const Device& device, void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
             Arguments&&... arguments) {
   if (blocks == 0) return;
@@ -87,6 +91,11 @@ void launch(const Device& device, void (*kernel)(Parameters...), int64_t blocks,
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = device.stream();
+  cudaLaunchAttribute starts_early = {};
+  starts_early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  starts_early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &starts_early;
+  config.numAttrs = early && device.starts_early() ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(std::forward<Arguments>(arguments))...),
              "launch");
   check_cuda(cudaGetLastError(), "launch");
@@ -121,6 +130,20 @@ uint32_t row_bytes_of(const Tensor& x) {
 inline int32_t count_of(int64_t count, const char* what) {
   STD_TORCH_CHECK(count <= INT32_MAX - (1 << 20), "too many ", what, ": ", count);
   return static_cast<int32_t>(count);
+}
+
+// See launch.
+__device__ __forceinline__ void let_next_launch_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_launches_before() {
+#ifdef YOSO_CUDA_EMULATOR
+  emulator::wait_for_launches_before();
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // Copies 16 bytes to shared memory, or clears these, while the thread goes on.

@@ -1,6 +1,6 @@
 // The gradient of sampled attention for query and key, by buckets: linear in the number of rows whatever the data.
 // A launch adds one hash function: a row is in one of its buckets, so every sum has one addend a launch, and what
-// order the blocks run in does not matter.
+// order the blocks run in does not matter. The next launch may do all else meanwhile.
 #include "mma.h"
 #include "rows.h"
 #include "sort.h"
@@ -265,6 +265,8 @@ template <class In>
 __global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 1 : 2)
     add_buckets_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int32_t hash) {
   using T = Accumulator<In>;
+  let_next_launch_start();
+  wait_for_launches_before();
   Scratch<T>& scratch = *shared_memory<Scratch<T>>();
   const int32_t head = blockIdx.x / sizes.head_blocks;
   const HeadSide<In> queries(query_side, sizes, head, hash), keys(key_side, sizes, head, hash);
@@ -493,6 +495,7 @@ struct PickedSums {
       row[half] = row_at(side.sums, picked.at(first_lane + g + 8 * half), side.sum_bytes) + 2 * t;
       exists[half] = g + 8 * half < count;
     }
+    wait_for_launches_before();
   }
 
   // Adds to columns 16 * pair .. 16 * pair + 15.
@@ -708,6 +711,7 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
 template <class In, int kColumns>
 __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
     add_buckets_mma_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int32_t hash) {
+  let_next_launch_start();
   unsigned char* memory = shared_memory<unsigned char>();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   unsigned char* warp_memory = memory + warp * (2 * kTile * kColumns * sizeof(In));
@@ -763,6 +767,8 @@ __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
       __syncthreads();
     }
   }
+  // also where there was nothing to add: a launch ends after those before it
+  wait_for_launches_before();
 }
 
 // What add_buckets_mma_kernel asks of rows.
@@ -777,17 +783,21 @@ template <class In>
 void add_buckets(const Device& device, const Side<In>& queries, const Side<In>& keys, const Sizes& sizes, int32_t hash,
                  bool tensor_cores) {
   const int64_t blocks = int64_t{sizes.heads} * sizes.head_blocks;
+  const auto add = [&](auto kernel, size_t shared_bytes) {
+    // but for the additions, a hash function does not need those before it
+    if (hash > 0)
+      launch<true>(device, kernel, blocks, kThreads, shared_bytes, queries, keys, sizes, hash);
+    else
+      launch(device, kernel, blocks, kThreads, shared_bytes, queries, keys, sizes, hash);
+  };
   if constexpr (sizeof(In) == 2) {
-    const auto launch_mma = [&](auto columns) {
-      constexpr int kColumns = columns();
-      launch(device, add_buckets_mma_kernel<In, kColumns>, blocks, kThreads,
-             kWarps * 2 * kTile * kColumns * sizeof(In) + 2 * sizeof(HeadSide<In>), queries, keys, sizes, hash);
+    const auto mma_bytes = [](int columns) {
+      return kWarps * 2 * kTile * columns * sizeof(In) + 2 * sizeof(HeadSide<In>);
     };
-    if (tensor_cores && std::max(sizes.D, sizes.Dv) <= 64) return launch_mma(std::integral_constant<int, 64>{});
-    if (tensor_cores) return launch_mma(std::integral_constant<int, 128>{});
+    if (tensor_cores && std::max(sizes.D, sizes.Dv) <= 64) return add(add_buckets_mma_kernel<In, 64>, mma_bytes(64));
+    if (tensor_cores) return add(add_buckets_mma_kernel<In, 128>, mma_bytes(128));
   }
-  launch(device, add_buckets_kernel<In>, blocks, kThreads, sizeof(Scratch<Accumulator<In>>), queries, keys, sizes,
-         hash);
+  add(add_buckets_kernel<In>, sizeof(Scratch<Accumulator<In>>));
 }
 
 template <class In>

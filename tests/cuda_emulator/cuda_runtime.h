@@ -85,6 +85,8 @@ struct Thread {
   uint64_t generation = 0;
   // what copies under way will write
   std::vector<Copy> copies;
+  // whether it has waited for the launches before its own
+  bool launches_before_ended = false;
 
   bool waits() const { return barrier != nullptr && barrier->generation == generation; }
 };
@@ -96,9 +98,12 @@ struct Block {
   unsigned alive = 0, current = 0;
   // whether anything happened since the scheduler last looked, and whether a thread runs
   bool progress = false, running = false;
-  // which one it is of all that ever ran, of which launch, and of what
+  // which one it is of all that ever ran, and of which launch and what
   uint64_t serial = 0, launch = 0;
   const void* kernel = nullptr;
+  // whether the launch may start early, and the last one that may not: the first that need not have ended by then
+  bool early = false;
+  uint64_t first_running = 0;
   std::function<void()> body;
   void* scheduler = nullptr;
 };
@@ -191,9 +196,16 @@ auto exchange(uint32_t mask, const T& value, const F& f) {
   return result;
 }
 
+inline void wait_for_launches_before() { block.threads[block.current].launches_before_ended = true; }
+inline void check_launches_before_ended() {
+  if (block.early && !block.threads[block.current].launches_before_ended)
+    fail("an addition, or an end, without waiting for the launches before");
+}
+
 inline void thread_main() {
   block.body();
   if (!block.threads[block.current].copies.empty()) fail("copies that nobody waited for");
+  check_launches_before_ended();
   Thread& thread = block.threads[block.current];
   thread.done = true;
   block.progress = true;
@@ -304,6 +316,7 @@ T __ldg(const T* x) {
 }
 template <class T>
 __attribute__((noinline, no_sanitize("thread"))) T atomicAdd(T* x, T value) {
+  emulator::check_launches_before_ended();
   emulator::on_access(emulator::Access::kAdd, x, sizeof(T), __builtin_return_address(0));
   const T old = *x;
   *x = old + value;
@@ -313,22 +326,37 @@ __attribute__((noinline, no_sanitize("thread"))) T atomicAdd(T* x, T value) {
 // The runtime's functions.
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrComputeCapabilityMajor
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? 4 : static_cast<int>(emulator::kSharedBytes);
+  *value = attribute == cudaDevAttrMultiProcessorCount      ? 4
+           : attribute == cudaDevAttrComputeCapabilityMajor ? 9
+                                                            : static_cast<int>(emulator::kSharedBytes);
   return cudaSuccess;
 }
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
   return cudaSuccess;
 }
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes = 0;
   cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned numAttrs = 0;
 };
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
@@ -340,6 +368,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   if (gridDim.y > 65535 || gridDim.z > 65535) emulator::fail("more blocks than a dimension may have");
   emulator::block.body = [&] { kernel(static_cast<Parameters>(arguments)...); };
   ++emulator::block.launch;
+  emulator::block.early = config->numAttrs > 0;
+  if (!emulator::block.early) emulator::block.first_running = emulator::block.launch;
   emulator::block.kernel = reinterpret_cast<const void*>(kernel);
   const uint64_t blocks = uint64_t{gridDim.x} * gridDim.y * gridDim.z;
   for (uint64_t step = 0; step < blocks; ++step) {

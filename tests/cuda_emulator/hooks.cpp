@@ -47,5 +47,7 @@ void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_init() {}
 // torch's counts of references
-int __tsan_atomic32_fetch_add(volatile int* x, int value, int) { return __atomic_fetch_add(x, value, __ATOMIC_SEQ_CST); }
+int __tsan_atomic32_fetch_add(volatile int* x, int value, int) {
+  return __atomic_fetch_add(x, value, __ATOMIC_SEQ_CST);
+}
 }

@@ -1,5 +1,6 @@
-// Finds accesses to memory that nothing orders, of one launch: two by different threads, one of them a write, with no
-// barrier between them that both are at. The emulator's own order hides these; a GPU's may not.
+// Finds accesses to memory that nothing orders: two by different threads of one launch, one of them a write, with no
+// barrier between them that both are at; or of two launches, where the later one may start early and has not waited.
+// The emulator's own order hides these; a GPU's may not.
 //
 // Shuffles, votes and matrix products order nothing here: CUDA promises that of __syncwarp and
 // __syncthreads only. Two writes race also where both write the same, and where they are atomic: the order of sums
@@ -22,14 +23,18 @@ constexpr uintptr_t kGrain = 2, kPage = 4096;
 struct Moment {
   uint64_t launch = 0, serial = 0, barriers = 0, syncs = 0;
   unsigned thread = 0;
+  // of the launches, the first that may not have ended
+  uint64_t first_running = 0;
 
   static Moment now() {
-    return {block.launch, block.serial, block.barrier.generation, emulator::warp().syncs, block.current};
+    const bool alone = !block.early || block.threads[block.current].launches_before_ended;
+    return {block.launch,  block.serial, block.barrier.generation, emulator::warp().syncs,
+            block.current, alone ? block.launch : block.first_running};
   }
   unsigned warp() const { return thread / 32; }
   // whether this, which came before, is ordered before the other
   bool is_before(const Moment& other) const {
-    if (launch != other.launch) return true;
+    if (launch != other.launch) return launch < other.first_running;
     if (serial != other.serial) return false;
     if (thread == other.thread || barriers < other.barriers) return true;
     return warp() == other.warp() && syncs < other.syncs;
@@ -56,7 +61,7 @@ struct Record {
     read = now;
   }
   bool reads_are_before(const Moment& now) const {
-    if (read.launch != now.launch) return true;
+    if (read.launch != now.launch) return read.launch < now.first_running;
     if (other_blocks || read.serial != now.serial) return false;
     if (read.barriers < now.barriers) return true;
     if (other_warps || read.warp() != now.warp()) return false;
