@@ -272,6 +272,8 @@ __global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(
   // blocks have the same number of queries, but for the last
   const int32_t block_rows = (p.N - 1) / blocks + 1, first_row = block % blocks * block_rows;
   const int32_t rows = min(block_rows, p.N - first_row);
+  // of millions of queries
+  if (rows <= 0) return;
   const int lane = threadIdx.x % kSharingLanes, place = threadIdx.x / kSharingLanes;
   const int32_t table_size = 1 << p.hash_code_len;
   const Sum<In>* tables = row_at(p.tables + first_column, head * p.num_hash * table_size, p.entry_bytes);
