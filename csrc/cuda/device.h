@@ -108,8 +108,8 @@ __device__ T* shared_memory() {
   return reinterpret_cast<T*>(shared_memory_bytes);
 }
 
-__host__ __device__ constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
-__host__ __device__ constexpr int64_t round_up(int64_t x, int64_t y) { return divide_up(x, y) * y; }
+constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
+constexpr int64_t round_up(int64_t x, int64_t y) { return divide_up(x, y) * y; }
 
 // A row of rows that lie row_bytes apart: the address takes one instruction.
 template <class T>

@@ -76,19 +76,10 @@ __device__ __forceinline__ void add_rows(const In* values, uint32_t row_bytes, i
 #pragma unroll
   for (int j = 0; j < kAhead; ++j) next[j] = j * step < count ? order[j * step] : -1;
   while (count > 0) {
-    In rows[kAhead][kLaneColumns] = {};
+    In rows[kAhead][kLaneColumns];
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      if (next[j] < 0) continue;
-      const In* from = row_at(values, next[j], row_bytes);
-      if constexpr (aligned) {
-        load(from, rows[j]);
-      } else {
-#pragma unroll
-        for (int c = 0; c < kLaneColumns; ++c)
-          if (c < columns) rows[j][c] = from[c];
-      }
-    }
+    for (int j = 0; j < kAhead; ++j)
+      load_columns<aligned>(row_at(values, next[j], row_bytes), next[j] < 0 ? 0 : columns, rows[j]);
     count -= kAhead * step;
     order += kAhead * step;
 #pragma unroll
