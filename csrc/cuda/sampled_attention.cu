@@ -310,6 +310,7 @@ __global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(
     const Sum<In>* table = shared + hash % 2 * shared_size + lane * kLaneColumns;
 #pragma unroll
     for (int first = 0; first < kSharingQueries; first += kAhead) {
+      if (first * kSharingRows >= rows) break;
       Sum<In> some[kAhead][kLaneColumns];
 #pragma unroll
       for (int i = first; i < first + kAhead; ++i) {
