@@ -80,11 +80,19 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 
 
 @needs_emulator
-def test_a_missing_barrier_is_found(tmp_path, monkeypatch):
-    """So that the test above can fail; what comes out is right all the same."""
+@pytest.mark.parametrize(
+    ("file", "wait", "watch", "message"),
+    [
+        ("sort.h", "__syncwarp();", "races", "a race"),
+        ("sampled_attention_backward.cu", "    wait_for_launches_before();", None, "without waiting for the launches"),
+    ],
+)
+def test_a_missing_barrier_is_found(file, wait, watch, message, tmp_path, monkeypatch):
+    """So that the tests around can fail; what comes out is right all the same."""
     root = copy_sources(tmp_path)
-    source = root / "csrc" / "cuda" / "sort.h"
-    source.write_text(source.read_text().replace("__syncwarp();", ";", 1))
+    source = root / "csrc" / "cuda" / file
+    assert wait in source.read_text()
+    source.write_text(source.read_text().replace(wait, ";", 1))
     monkeypatch.setattr(emulator, "ROOT", root)
     code = """
 from test_kernels import Inputs
@@ -93,8 +101,8 @@ inputs = Inputs("random", (1, 2, 33, 70, 64, 64, 4, 6), torch.bfloat16)
 inputs.sampled(ops, torch.bfloat16)
 """
     kernels = root / "kernels.so"
-    emulator.build(kernels, watch="races")
-    with pytest.raises(AssertionError, match="a race"):
+    emulator.build(kernels, watch=watch)
+    with pytest.raises(AssertionError, match=message):
         run_emulated(kernels, code)
 
 

@@ -96,7 +96,8 @@ SPREAD = [
     (1, 2, 700, 600, 32, 48, 3, 9),
     (1, 1, 17, 19, 8, 200, 3, 16),
 ]
-# enough rows that kernels leave the order of multiplication that suits small buckets, and tables far larger than rows
+# enough rows that kernels leave the order of multiplication that suits small buckets, tables far larger than rows, and
+# rows that a warp goes over twice
 CROWDED = [
     (1, 4, 401, 353, 32, 47, 5, 6),
     (2, 2, 401, 353, 64, 64, 5, 9),
@@ -104,6 +105,7 @@ CROWDED = [
     (2, 2, 401, 353, 19, 33, 5, 1),
     (1, 3, 37, 50, 64, 64, 5, 13),
     (1, 2, 37, 50, 24, 17, 3, 16),
+    (1, 2, 37, 45, 304, 24, 3, 4),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -126,7 +126,7 @@ uint32_t row_bytes_of(const Tensor& x) {
   return static_cast<uint32_t>(bytes);
 }
 
-// What a kernel counts in 32 bits.
+// What a kernel counts in 32 bits, with room for its blocks' threads past the last.
 inline int32_t count_of(int64_t count, const char* what) {
   STD_TORCH_CHECK(count <= INT32_MAX - (1 << 20), "too many ", what, ": ", count);
   return static_cast<int32_t>(count);

@@ -91,7 +91,7 @@ __device__ __forceinline__ T sum_of_lanes(T x, int lane_bits) {
 // How many lanes, as a power of two, have a row of so many columns: a warp at most.
 inline int lane_bits_for(int64_t columns) {
   int bits = 0;
-  while (bits < 5 && kLaneColumns << bits < columns) ++bits;
+  while (1 << bits < kWarp && kLaneColumns << bits < columns) ++bits;
   return bits;
 }
 

@@ -1,6 +1,6 @@
 // Sampled attention: every bucket's values are added up in a table, and every query adds up its buckets' sums. Both
-// are sums of rows that lie anywhere; tables are of a few heads at a time, which the second-level cache keeps. Many
-// queries share a copy of some columns of a table in shared memory.
+// are sums of rows that lie anywhere; tables are of a few heads at a time, which the second-level cache keeps. What is
+// read many times, some columns of a head's values or of a table, is copied to shared memory where it fits.
 #include "rows.h"
 #include "sort.h"
 

@@ -5,7 +5,7 @@
         sys.exit(pytest.main(['tests/test_ops.py']))"
 
 With --races, accesses to memory that no barrier orders, or that are not aligned to their size, end the process. With
---traffic, the bytes that kernels read and write are counted, see benchmarks/count_cuda.py.
+--traffic, the bytes that kernels read and write are counted, see count.py.
 
 The library registers the kernels for the CPU: in a process that leaves out the compiled extension, the tests of the
 CPU kernels test these.
