@@ -1,10 +1,9 @@
-"""The CUDA kernels where there is no GPU: compiled by nvcc, and run on the CPU by cuda_emulator/.
+"""The CUDA kernels where there is no GPU: compiled by nvcc, and their PTX run on the CPU by cuda_emulator/.
 
 Where there is one, `make gpu-check` runs the tests of the kernels themselves on it.
 """
 
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -17,9 +16,7 @@ from cuda_emulator import build as emulator
 from test_build import build, copy_sources
 
 TESTS = Path(__file__).parent
-needs_emulator = pytest.mark.skipif(
-    emulator.COMPILER is None or platform.machine() != "x86_64", reason="the emulator needs g++ and x86-64"
-)
+needs_emulator = pytest.mark.skipif(not emulator.AVAILABLE, reason="the emulator needs nvcc, g++ and x86-64")
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
 
 
@@ -30,37 +27,46 @@ def emulated_kernels(tmp_path_factory):
     return target
 
 
-def run_emulated(kernels: Path, code: str, *arguments: str, order: str = "forward") -> None:
+def run_emulated(kernels: Path, code: str, *arguments: str, order: str = "forward", watch: str = "") -> None:
     """Run code in a process whose operators for the CPU are the emulated CUDA kernels."""
     prologue = f"import sys, torch\ntorch.ops.load_library({str(kernels)!r})\n"
     # the installed kernels stay out; one thread: a block's threads share a core
-    environment = {**os.environ, "YOSO_REFERENCE": "1", "YOSO_EMULATOR_ORDER": order, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "YOSO_REFERENCE": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"YOSO_EMULATOR_ORDER": order, "YOSO_EMULATOR_WATCH": watch}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", prologue + code, *arguments]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-5000:]
 
 
-@needs_emulator
-def test_emulated_kernels_pass_the_tests_of_the_kernels(emulated_kernels):
-    code = """
+PASS_TESTS = """
 import pytest
 from yoso_hf import ops
 assert ops.compiled_backends() == {"cpu"}
-sys.exit(pytest.main(sys.argv[1:]))
+sys.exit(pytest.main([*sys.argv[1:], "-q", "-x", "-p", "no:cacheprovider"]))
 """
+
+
+@needs_emulator
+def test_emulated_kernels_pass_the_tests_of_the_kernels(emulated_kernels):
     near = "test_local_window.py::test_kernels_are_as_accurate_as_the_reference"
     tests = [str(TESTS / name) for name in ("test_ops.py", "test_kernels.py", near)]
     # the last are codes of 16 bits by 70 functions, half a minute each; test_kernels.py has those bits too
     leave_out = "not opcheck and not without_the_extension and not gradcheck and not shape3"
-    run_emulated(emulated_kernels, code, *tests, "-q", "-x", "-p", "no:cacheprovider", "-k", leave_out)
+    run_emulated(emulated_kernels, PASS_TESTS, *tests, "-k", leave_out)
 
 
 @needs_emulator
-def test_every_access_to_memory_is_ordered_and_aligned(tmp_path):
-    """What compute-sanitizer's racecheck looks for, and where a barrier inside a warp is missing too."""
+def test_kernels_of_smaller_gpus_pass_the_tests_of_the_kernels(tmp_path):
+    """Less shared memory, no launch that starts early, and additions of one number at a time."""
     kernels = tmp_path / "kernels.so"
-    emulator.build(kernels, watch="races")
+    emulator.build(kernels, arch=86, kernels=("sampled_attention*",))
+    run_emulated(kernels, PASS_TESTS, str(TESTS / "test_kernels.py"))
+
+
+@needs_emulator
+def test_every_access_to_memory_is_ordered_and_aligned_and_of_a_tensor(emulated_kernels):
+    """What compute-sanitizer looks for, and where a barrier inside a warp is missing too."""
     code = """
 from test_kernels import Inputs
 from test_local_window import make_near, outputs
@@ -68,7 +74,8 @@ from yoso_hf import ops
 
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for data, shape in (("random", (1, 2, 157, 301, 64, 64, 4, 6)), ("mixed", (1, 2, 157, 301, 64, 64, 4, 6)),
-                        ("mixed", (1, 1, 65, 90, 128, 100, 2, 3)), ("random", (1, 2, 33, 0, 64, 64, 3, 5))):
+                        ("mixed", (1, 1, 65, 90, 128, 100, 2, 3)), ("random", (1, 2, 33, 0, 64, 64, 3, 5)),
+                        ("random", (1, 1, 300, 90, 40, 40, 2, 4))):
         inputs = Inputs(data, shape, dtype)
         inputs.hashes(ops, dtype)
         inputs.sampled(ops, dtype)
@@ -76,34 +83,48 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     *tensors, codes = make_near((1, 1, 130, 64, 40, 18, 6), dtype)
     outputs(ops, *tensors, codes, 6, 40)
 """
-    run_emulated(kernels, code)
+    run_emulated(emulated_kernels, code, watch="races")
 
 
 @needs_emulator
 @pytest.mark.parametrize(
-    ("file", "wait", "watch", "message"),
+    ("kernel", "file", "line", "instead", "message"),
     [
-        ("sort.h", "__syncwarp();", "races", "a race"),
-        ("sampled_attention_backward.cu", "    wait_for_launches_before();", None, "without waiting for the launches"),
+        ("sampled_attention", "sort.h", "      __syncwarp();", ";", "sort.h:.* a race"),
+        (
+            "sampled_attention",
+            "sampled_attention.cu",
+            "first_column + copied_column >= p.row_columns",
+            "false",
+            "outside of all tensors",
+        ),
+        (
+            "sampled_attention_backward",
+            "sampled_attention_backward.cu",
+            "    wait_for_launches_before();",
+            ";",
+            "waiting for",
+        ),
+        ("sampled_attention_backward", "mma.h", "%6, %7}, {%8, %9}", "%7, %6}, {%8, %9}", "assert"),
     ],
 )
-def test_a_missing_barrier_is_found(file, wait, watch, message, tmp_path, monkeypatch):
-    """So that the tests around can fail; what comes out is right all the same."""
+def test_a_mistake_is_found(kernel, file, line, instead, message, tmp_path, monkeypatch):
+    """So that the tests around can fail: all but the last, in an instruction's operands, leave the results right."""
     root = copy_sources(tmp_path)
     source = root / "csrc" / "cuda" / file
-    assert wait in source.read_text()
-    source.write_text(source.read_text().replace(wait, ";", 1))
+    assert line in source.read_text()
+    source.write_text(source.read_text().replace(line, instead, 1))
     monkeypatch.setattr(emulator, "ROOT", root)
-    code = """
-from test_kernels import Inputs
-from yoso_hf import ops
-inputs = Inputs("random", (1, 2, 33, 70, 64, 64, 4, 6), torch.bfloat16)
-inputs.sampled(ops, torch.bfloat16)
-"""
     kernels = root / "kernels.so"
-    emulator.build(kernels, watch=watch)
+    emulator.build(kernels, kernels=(kernel,))
+    code = """
+from test_kernels import Inputs, assert_as_accurate_as_pytorch
+for columns, tau in ((64, 6), (40, 4)):
+    inputs = Inputs("random", (1, 2, 333, 90, 64, columns, 4, tau), torch.bfloat16)
+    assert_as_accurate_as_pytorch(inputs.sampled, torch.bfloat16)
+"""
     with pytest.raises(AssertionError, match=message):
-        run_emulated(kernels, code)
+        run_emulated(kernels, code, watch="races")
 
 
 @needs_emulator
@@ -166,17 +187,19 @@ def test_kernels_compile_without_spills_link_and_load_beside_a_torch_without_cud
 
 
 @needs_emulator
-def test_counts_of_bytes():
+def test_counts_of_bytes_and_instructions():
     """Every hash function reads every value once, and what finds it, and writes its table."""
     script = TESTS / "cuda_emulator" / "count.py"
     # more values than a copy in shared memory holds
-    command = [sys.executable, str(script), "--lengths", "8192", "--num_hash", "4"]
+    command = [sys.executable, str(script), "--lengths", "16384", "--num_hash", "2"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-5000:]
     rows = [line.split() for line in run.stdout.splitlines() if "_kernel" in line]
     kernels = {name: [float(number) for number in numbers] for name, *numbers in rows}
-    values, tables = (192 * 4 * count * 64 * 2 / 1e9 for count in (8192, 2**9))
-    read, written, added, shared, _ = kernels["build_tables_kernel"]
+    values, tables = (192 * 2 * count * 64 * 2 / 1e9 for count in (16384, 2**9))
+    read, written, added, shared, instructions, *_ = kernels["build_tables_kernel"]
     assert values <= read <= 1.1 * values
     assert written == pytest.approx(tables, abs=0.01)
     assert added == shared == 0
+    # a lane has eight columns of a row: a load, and eight numbers to convert and to add, while others have longer ones
+    assert 17 <= instructions / (192 * 2 * 16384 * 8 / 32 / 1e9) <= 100

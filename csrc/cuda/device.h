@@ -1,5 +1,4 @@
 // What the CUDA kernels share: launching on the caller's stream and device, and small functions of a thread.
-// tests/cuda_emulator stands in for the CUDA runtime where the kernels are tested on a CPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,8 +11,10 @@
 
 #include "../checks.h"
 
-// the dispatch key of these kernels; the emulator's build sets CPU
-#ifndef YOSO_CUDA_KEY
+// The dispatch key of these kernels. tests/cuda_emulator runs them on a CPU, whose tensors have no stream.
+#ifdef YOSO_CUDA_EMULATOR
+#define YOSO_CUDA_KEY CPU
+#else
 #define YOSO_CUDA_KEY CUDA
 #endif
 
@@ -139,32 +140,22 @@ __device__ __forceinline__ void let_next_launch_start() {
 #endif
 }
 __device__ __forceinline__ void wait_for_launches_before() {
-#ifdef YOSO_CUDA_EMULATOR
-  emulator::wait_for_launches_before();
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 // Copies 16 bytes to shared memory, or clears these, while the thread goes on.
 __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool clear) {
-#ifdef YOSO_CUDA_EMULATOR
-  emulator::copy_ahead(to, from, clear);
-#else
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :
                : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(clear ? 0 : 16)
                : "memory");
-#endif
 }
 
 // Waits for the thread's copies.
 __device__ __forceinline__ void wait_for_copies() {
-#ifdef YOSO_CUDA_EMULATOR
-  emulator::finish_copies();
-#else
   asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
 }
 
 template <class T>

@@ -9,38 +9,9 @@
 
 namespace yoso {
 
-#ifdef YOSO_CUDA_EMULATOR
-template <class T>
-struct MmaOperands {
-  T a[8], b[4];
-};
-#endif
-
 // d += a b; T is BFloat16 or Half.
 template <class T>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-#ifdef YOSO_CUDA_EMULATOR
-  MmaOperands<T> mine;
-  std::memcpy(mine.a, a, sizeof(a));
-  std::memcpy(mine.b, b, sizeof(b));
-  struct Result {
-    float d[4];
-  };
-  const int g = emulator::lane() / 4, t = emulator::lane() % 4;
-  const Result sums = emulator::exchange(kAllLanes, mine, [=] {
-    Result result = {};
-    for (int i = 0; i < 4; ++i)
-      for (int k = 0; k < 16; ++k) {
-        const int row = g + i / 2 * 8, column = 2 * t + i % 2;
-        const auto& left = emulator::peer<MmaOperands<T>>(row % 8 * 4 + k % 8 / 2);
-        const auto& right = emulator::peer<MmaOperands<T>>(column * 4 + k % 8 / 2);
-        result.d[i] += static_cast<float>(left.a[k / 8 * 4 + row / 8 * 2 + k % 2]) *
-                       static_cast<float>(right.b[k / 8 * 2 + k % 2]);
-      }
-    return result;
-  });
-  for (int i = 0; i < 4; ++i) d[i] += sums.d[i];
-#else
   if constexpr (std::is_same_v<T, BFloat16>)
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -53,32 +24,12 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
         "{%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-#endif
 }
 
 // Loads four 8 x 8 matrices of 16-bit elements from shared memory: lane l gives row l % 8 of matrix l / 8, 16 bytes
 // that are aligned to 16. fragment[i] becomes row g, columns 2t, 2t + 1 of matrix i, or of its transpose.
 template <bool transpose>
 __device__ __forceinline__ void load_matrices(uint32_t (&fragment)[4], const void* row) {
-#ifdef YOSO_CUDA_EMULATOR
-  struct Result {
-    uint32_t fragment[4];
-  };
-  const int g = emulator::lane() / 4, t = emulator::lane() % 4;
-  const Result loaded = emulator::exchange(kAllLanes, row, [=] {
-    Result result;
-    for (int matrix = 0; matrix < 4; ++matrix) {
-      uint16_t pair[2];
-      for (int i = 0; i < 2; ++i) {
-        const int from_row = transpose ? 2 * t + i : g, from_column = transpose ? g : 2 * t + i;
-        pair[i] = static_cast<const uint16_t*>(emulator::peer<const void*>(matrix * 8 + from_row))[from_column];
-      }
-      std::memcpy(&result.fragment[matrix], pair, sizeof(pair));
-    }
-    return result;
-  });
-  for (int i = 0; i < 4; ++i) fragment[i] = loaded.fragment[i];
-#else
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   if constexpr (transpose)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -88,7 +39,6 @@ __device__ __forceinline__ void load_matrices(uint32_t (&fragment)[4], const voi
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                  : "r"(address));
-#endif
 }
 
 // Two numbers as a pair of T, the first in the low half.

@@ -340,9 +340,7 @@ __device__ __forceinline__ void for_numbers(const F& f) {
 // all kinds of buckets before the loop over these, and run out of registers.
 __device__ __forceinline__ uint32_t lane_in_bucket() {
   uint32_t lane = threadIdx.x % kWarp;
-#ifndef YOSO_CUDA_EMULATOR
   asm volatile("" : "+r"(lane));
-#endif
   return lane;
 }
 

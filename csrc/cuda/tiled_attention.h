@@ -54,13 +54,9 @@ struct Block {
 };
 
 __device__ __forceinline__ float quick_sqrt(float x) {
-#ifdef YOSO_CUDA_EMULATOR
-  return std::sqrt(x);
-#else
   float root;
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
   return root;
-#endif
 }
 
 // 1 - acos(x) / pi for x clamped to [-1, 1]; not a number where x is none

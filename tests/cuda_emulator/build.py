@@ -1,67 +1,83 @@
-"""Compile csrc/cuda for the CPU, on the emulated runtime beside this file.
+"""Compile csrc/cuda with nvcc, and the PTX of its kernels for the CPU.
 
     python tests/cuda_emulator/build.py kernels.so
     YOSO_REFERENCE=1 python -c "import torch, sys, pytest; torch.ops.load_library('kernels.so'); \\
         sys.exit(pytest.main(['tests/test_ops.py']))"
 
-With --races, accesses to memory that no barrier orders, or that are not aligned to their size, end the process. With
---traffic, the bytes that kernels read and write are counted, see count.py.
-
-The library registers the kernels for the CPU: in a process that leaves out the compiled extension, the tests of the
-CPU kernels test these.
+The library holds nvcc's objects, whose kernels are registered for the CPU here, runtime.cpp in place of CUDA's
+runtime, and the kernels' PTX in C++ (translate.py): in a process that leaves out the compiled extension, the tests of
+the CPU kernels test what a GPU would run. With YOSO_EMULATOR_WATCH=races, accesses to memory that no barrier orders,
+or outside of tensors, end the process; with YOSO_EMULATOR_WATCH=traffic, what kernels move is counted, see count.py.
 """
 
+import argparse
+import platform
 import shutil
 import subprocess
-import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch.utils import cpp_extension
 
+if __package__:
+    from .translate import translate
+else:
+    from translate import translate
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-COMPILER = shutil.which("g++")
-# fast enough to run, and quick to compile; the target is setup.py's
-FLAGS = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
-FLAGS += ["-DYOSO_CUDA_KEY=CPU", "-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{HERE}"]
-# with what looks at accesses to memory; hooks.cpp has what the compiler calls for the first
-WATCH_FLAGS = {
-    "races": ["-fsanitize=thread", "-fsanitize=alignment", "-fno-sanitize-recover=alignment", "-g1"],
-    "traffic": ["-fsanitize=thread"],
-}
+COMPILER, NVCC = shutil.which("g++"), shutil.which("nvcc")
+AVAILABLE = COMPILER is not None and NVCC is not None and platform.machine() == "x86_64"
+# fast enough to run, and quick to compile; sums and products are not contracted, as nvcc has decided which are
+FLAGS = ["-std=c++20", "-Og", "-march=native", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing"]
+FLAGS += ["-fPIC", "-fvisibility=hidden", f"-I{HERE}"]
+NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+# with setup.py's others
+KERNEL_FLAGS = [*NVCC_FLAGS, "-lineinfo", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DYOSO_CUDA_EMULATOR"]
 
 
-def build(target: Path, watch: str | None = None) -> None:
+def build(target: Path, arch: int = 90, kernels: Sequence[str] = ("*",)) -> None:
     """Compile and link the library.
 
     Args:
         target: the file to write.
-        watch: "races" or "traffic", what looks at every access to memory; None for nothing.
+        arch: 80, 86, 89 or 90, the architecture that nvcc compiles for and that the emulated GPU has.
+        kernels: which sources of csrc/cuda, without their suffix; all unless given.
 
     Raises:
-        subprocess.CalledProcessError: the compiler failed; what it said is on stderr.
+        subprocess.CalledProcessError: a compiler failed; what it said is on stderr.
+        translate.UnknownInstruction: a kernel has an instruction that the translator does not know.
     """
-    flags = [*FLAGS, *(f"-I{path}" for path in cpp_extension.include_paths())]
-    kernels = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-    watchers = [] if watch is None else [HERE / "hooks.cpp", HERE / f"{watch}.cpp"]
-    sources = [HERE / "emulator.cpp", *watchers, *kernels]
-    with tempfile.TemporaryDirectory() as folder:
-        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+    sources = sorted({source for name in kernels for source in (ROOT / "csrc" / "cuda").glob(f"{name}.cu")})
+    sources += HERE.glob("*.cpp")
 
-        def compile_one(source: Path, to: Path) -> None:
-            watched = WATCH_FLAGS[watch] if watch and source in kernels else []
-            subprocess.run([COMPILER, "-x", "c++", "-c", str(source), "-o", str(to), *flags, *watched], check=True)
+    def compile_one(source: Path, folder: Path) -> list[str]:
+        folder.mkdir()
+        program, translated, kernels = (folder / name for name in ("program.o", "kernels.cpp", "kernels.o"))
+        command = [NVCC, "-c", str(source), "-o", str(program), f"-DYOSO_EMULATOR_ARCH={arch}", *includes]
+        if source.suffix == ".cpp":
+            subprocess.run([*command, *NVCC_FLAGS], check=True)
+            return [str(program)]
+        architecture = f"-gencode=arch=compute_{arch},code=compute_{arch}"
+        subprocess.run([*command, *KERNEL_FLAGS, architecture, "--keep", "--keep-dir", str(folder)], check=True)
+        translated.write_text(translate((folder / f"{source.stem}.ptx").read_text()))
+        subprocess.run([COMPILER, "-c", str(translated), "-o", str(kernels), *FLAGS], check=True)
+        return [str(program), str(kernels)]
 
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            list(pool.map(compile_one, sources, objects))
-        library = Path(torch.__path__[0]) / "lib"
-        links = ["-shared", "-o", str(target), *map(str, objects), f"-L{library}", "-ltorch_cpu", "-lc10", "-ldl"]
-        links += ["-lubsan"] if watch == "races" else []
-        subprocess.run([COMPILER, *links], check=True)
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(max_workers=2) as pool:
+        compiled = pool.map(compile_one, sources, [Path(name) / source.stem for source in sources])
+        objects = [path for paths in compiled for path in paths]
+        links = [f"-L{Path(torch.__path__[0]) / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl"]
+        subprocess.run([COMPILER, "-shared", "-o", str(target), *objects, *links], check=True)
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]), watch=next((name for name in WATCH_FLAGS if f"--{name}" in sys.argv[2:]), None))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--arch", type=int, default=90, choices=(80, 86, 89, 90))
+    args = parser.parse_args()
+    build(args.target, args.arch)

@@ -1,11 +1,12 @@
-"""Count the bytes that the CUDA kernels move, on the emulated runtime beside this file, where there is no GPU.
+"""Count what the CUDA kernels move and do, on the emulated GPU beside this file, where there is no other.
 
     python tests/cuda_emulator/count.py
     python tests/cuda_emulator/count.py --lengths 4096 65536 --num_hash 8
 
-For yoso_attention with bfloat16, forward and backward, of one head; the bytes are those of all heads. Of what a block
-reads, every 32 bytes count once, as if the first-level cache kept them. Milliseconds are the bytes read, written and
-added over the speed of the second-level cache: what a kernel needs that nothing else holds up.
+For yoso_attention with bfloat16, forward and backward, of one head; the numbers are those of all heads. Of what a
+block reads, every 32 bytes count once, as if the first-level cache kept them; instructions are those of PTX, of warps
+whose lanes stay together. Milliseconds are the bytes read, written and added over the speed of the second-level cache,
+and the instructions over what all multiprocessors start: what a kernel needs that nothing else holds up.
 """
 
 import argparse
@@ -18,30 +19,21 @@ from collections import Counter
 from pathlib import Path
 
 # the installed kernels stay out
-os.environ["YOSO_REFERENCE"] = "1"
+os.environ |= {"YOSO_REFERENCE": "1", "YOSO_EMULATOR_WATCH": "traffic"}
 
 import torch
 
 import build
 
 HEADS, HEAD_DIM = 16 * 12, 64
-COLUMNS = ("read", "written", "added", "shared")
-
-
-def names_of(library: Path) -> dict[int, str]:
-    """The functions of a library by their addresses."""
-    command = ["nm", "-C", "--defined-only", str(library)]
-    symbols = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    lines = [line.split(maxsplit=2) for line in symbols.splitlines()]
-    return {int(line[0], 16): line[2] for line in lines if len(line) == 3}
+COLUMNS = ("read", "written", "added", "shared", "instructions")
 
 
 class Counts:
-    """The bytes that kernels have moved since they were read last."""
+    """What kernels have moved and done since they were asked last."""
 
     def __init__(self, library: Path) -> None:
         self._write = ctypes.CDLL(str(library)).yoso_emulator_write_traffic
-        self._names = names_of(library)
         self._file = library.with_suffix(".txt")
 
     def take(self) -> dict[str, Counter]:
@@ -49,17 +41,22 @@ class Counts:
         self._write(os.fsencode(self._file))
         counts: dict[str, Counter] = {}
         for line in self._file.read_text().splitlines():
-            address, *numbers = line.split()
-            name = re.search(r"\w+_kernel", self._names[int(address, 16)])[0]
-            counts.setdefault(name, Counter()).update(dict(zip(COLUMNS, map(int, numbers), strict=True)))
+            mangled, *numbers = line.split()
+            name = subprocess.run(["c++filt", mangled], check=True, capture_output=True, text=True).stdout
+            kernel = re.search(r"\w+_kernel", name)[0]
+            counts.setdefault(kernel, Counter()).update(dict(zip(COLUMNS, map(int, numbers), strict=True)))
         return counts
 
 
-def print_counts(title: str, counts: dict[str, Counter], speed: float) -> None:
-    print(f"{title:40}" + "".join(f"{f'{column}, GB':>13}" for column in COLUMNS) + f"{'ms':>8}")
+def print_counts(title: str, counts: dict[str, Counter], bandwidth: float, issue_rate: float) -> None:
+    *bytes_columns, _ = COLUMNS
+    heads = [f"{column}, GB" for column in bytes_columns] + ["G instr.", "ms, bytes", "ms, instr."]
+    print(f"{title:32}" + "".join(f"{head:>13}" for head in heads))
     for name, moved in {**counts, "in all": sum(counts.values(), Counter())}.items():
-        time = sum(moved[c] for c in COLUMNS if c != "shared") * HEADS / speed
-        print(f"  {name:38}" + "".join(f"{moved[c] * HEADS / 1e9:13.2f}" for c in COLUMNS) + f"{time * 1e3:8.2f}")
+        numbers = [moved[column] * HEADS / 1e9 for column in COLUMNS]
+        numbers.append(sum(moved[column] for column in bytes_columns if column != "shared") * HEADS / bandwidth * 1e3)
+        numbers.append(moved["instructions"] * HEADS / issue_rate * 1e3)
+        print(f"  {name:30}" + "".join(f"{number:13.2f}" for number in numbers))
 
 
 def main() -> None:
@@ -67,12 +64,13 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096])
     parser.add_argument("--hash_code_len", type=int, default=9)
     parser.add_argument("--num_hash", type=int, default=32)
-    parser.add_argument("--speed", type=float, default=5.5e12, help="bytes a second")
+    parser.add_argument("--bandwidth", type=float, default=5.5e12, help="bytes a second from the second-level cache")
+    parser.add_argument("--issue_rate", type=float, default=132 * 4 * 1.75e9, help="instructions of warps a second")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "kernels.so"
-        build.build(library, watch="traffic")
+        build.build(library, kernels=("hash", "sampled_attention*", "unit_rows"))
         torch.ops.load_library(str(library))
         from yoso_hf import yoso_attention
 
@@ -83,8 +81,8 @@ def main() -> None:
             out = yoso_attention(*inputs, hash_code_len=args.hash_code_len, num_hash=args.num_hash)
             forward = counts.take()
             torch.autograd.grad(out, inputs, torch.randn_like(out))
-            print_counts(f"{length} tokens, forward", forward, args.speed)
-            print_counts(f"{length} tokens, backward", counts.take(), args.speed)
+            print_counts(f"{length} tokens, forward", forward, args.bandwidth, args.issue_rate)
+            print_counts(f"{length} tokens, backward", counts.take(), args.bandwidth, args.issue_rate)
 
 
 if __name__ == "__main__":

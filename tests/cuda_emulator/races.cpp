@@ -5,16 +5,14 @@
 // Shuffles, votes and matrix products order nothing here: CUDA promises that of __syncwarp and
 // __syncthreads only. Two writes race also where both write the same, and where they are atomic: the order of sums
 // would be one of chance.
-#include <dlfcn.h>
-
+#include <cstdio>
 #include <memory>
 #include <unordered_map>
 
-#include "cuda_runtime.h"
+#include "threads.h"
 
+namespace emulator {
 namespace {
-
-using emulator::block;
 
 // bytes that are looked at as one, and that share a page of records
 constexpr uintptr_t kGrain = 2, kPage = 4096;
@@ -25,11 +23,12 @@ struct Moment {
   unsigned thread = 0;
   // of the launches, the first that may not have ended
   uint64_t first_running = 0;
+  const char* place = "";
 
-  static Moment now() {
-    const bool alone = !block.early || block.threads[block.current].launches_before_ended;
-    return {block.launch,  block.serial, block.barrier.generation, emulator::warp().syncs,
-            block.current, alone ? block.launch : block.first_running};
+  static Moment now(const char* place) {
+    const bool alone = !block.early || block.thread().launches_before_ended;
+    return {block.launch, block.serial, block.barrier.generation, emulator::warp().syncs, block.current,
+            alone ? block.launch : block.first_running, place};
   }
   unsigned warp() const { return thread / 32; }
   // whether this, which came before, is ordered before the other
@@ -84,21 +83,14 @@ Record& record_of(uintptr_t address) {
   return last[address % kPage / kGrain];
 }
 
-[[noreturn]] void report(const char* what, const Moment& before, const void* address, const void* caller) {
-  Dl_info library = {};
-  dladdr(caller, &library);
-  std::fprintf(stderr, "CUDA emulator: %s at %p, before by thread %u, now at offset 0x%zx of %s\n", what,
-               address, before.thread,
-               static_cast<size_t>(static_cast<const char*>(caller) - static_cast<const char*>(library.dli_fbase)),
-               library.dli_fname);
-  emulator::fail("a race");
+[[noreturn]] void report(const char* what, const Moment& before, const char* place) {
+  std::fprintf(stderr, "CUDA emulator: %s, before at %s by thread %u\n", what, before.place, before.thread);
+  fail("a race", place);
 }
 
-}  // namespace
-
-void emulator::on_access(emulator::Access access, const void* address, size_t bytes, const void* caller) {
-  const bool write = access != emulator::Access::kRead;
-  const Moment now = Moment::now();
+void on_access(Access access, const void* address, size_t bytes, const char* place) {
+  const bool write = access != Access::kRead;
+  const Moment now = Moment::now(place);
   const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
   for (uintptr_t grain = begin / kGrain; grain * kGrain < begin + bytes; ++grain) {
     Record& record = record_of(grain * kGrain);
@@ -108,12 +100,18 @@ void emulator::on_access(emulator::Access access, const void* address, size_t by
       if (record.read.serial != now.serial) record.read = {};
     }
     if (!record.write.is_before(now))
-      report(write ? "write after write" : "read after write", record.write, address, caller);
+      report(write ? "write after write" : "read after write", record.write, place);
     if (write) {
-      if (!record.reads_are_before(now)) report("write after read", record.read, address, caller);
+      if (!record.reads_are_before(now)) report("write after read", record.read, place);
       record.write = now;
     } else {
       record.note_read(now);
     }
   }
 }
+
+}  // namespace
+
+constexpr Watcher races = {on_access};
+
+}  // namespace emulator

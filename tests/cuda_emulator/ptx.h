@@ -1,0 +1,316 @@
+// What PTX's instructions do, for the functions that translate.py writes. Registers are C++ variables of their size;
+// integers wrap (-fwrapv).
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "threads.h"
+
+#define PTX_INLINE inline __attribute__((always_inline))
+
+namespace ptx {
+
+using emulator::Access;
+
+// 16 bits of a register that are such a number.
+struct Half {
+  uint16_t bits;
+  explicit operator float() const { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
+};
+struct BFloat16 {
+  uint16_t bits;
+  explicit operator float() const { return std::bit_cast<float>(uint32_t{bits} << 16); }
+};
+
+PTX_INLINE void count(unsigned stretch) {
+  if (__builtin_expect(emulator::counts_stretches, false)) ++emulator::block.thread().stretch_counts[stretch];
+}
+
+// Memory. Global addresses are the CPU's own; a block's shared memory begins at 0.
+
+template <class T, unsigned count, Access access>
+PTX_INLINE T* memory_at(uint64_t address, const char* place) {
+  constexpr unsigned bytes = count * sizeof(T);
+  const bool ordinary = access != Access::kAdd && address % bytes == 0 && emulator::watcher == nullptr;
+  if (__builtin_expect(!ordinary, false))
+    emulator::look_at(access, reinterpret_cast<const void*>(address), bytes, place);
+  return reinterpret_cast<T*>(address);
+}
+template <class T, unsigned count, Access access>
+PTX_INLINE T* shared_at(uint32_t offset, const char* place) {
+  constexpr unsigned bytes = count * sizeof(T);
+  unsigned char* const address = emulator::shared_memory + offset;
+  const bool inside = offset % bytes == 0 && offset + bytes <= emulator::block.shared_bytes;
+  if (__builtin_expect(!inside || emulator::watcher != nullptr, false)) emulator::look_at(access, address, bytes, place);
+  return reinterpret_cast<T*>(address);
+}
+PTX_INLINE uint64_t from_shared(uint64_t offset) {
+  return reinterpret_cast<uint64_t>(emulator::shared_memory) + offset;
+}
+PTX_INLINE uint64_t to_shared(uint64_t address) {
+  return address - reinterpret_cast<uint64_t>(emulator::shared_memory);
+}
+
+inline void copy_ahead(uint32_t to, uint64_t from, uint32_t bytes_read, const char* place) {
+  if (bytes_read != 0 && bytes_read != 16) emulator::fail("a copy of some of 16 bytes", place);
+  const auto* source = reinterpret_cast<const unsigned char*>(from);
+  emulator::copy_ahead(emulator::shared_memory + to, source, bytes_read == 0, place);
+}
+
+// Numbers.
+
+template <class T>
+PTX_INLINE T quotient(T x, T y) {
+  if constexpr (std::is_integral_v<T>)
+    if (y == 0) emulator::fail("a division by zero");
+  return x / y;
+}
+template <class T>
+PTX_INLINE T remainder(T x, T y) {
+  if (y == 0) emulator::fail("a division by zero");
+  return x % y;
+}
+// the other one, where one is not a number
+template <class T>
+PTX_INLINE T minimum(T x, T y) {
+  if constexpr (std::is_floating_point_v<T>) return std::fmin(x, y);
+  return x < y ? x : y;
+}
+template <class T>
+PTX_INLINE T maximum(T x, T y) {
+  if constexpr (std::is_floating_point_v<T>) return std::fmax(x, y);
+  return x > y ? x : y;
+}
+template <class T>
+PTX_INLINE T negative(T x) {
+  return -x;
+}
+template <class T>
+PTX_INLINE T absolute(T x) {
+  if constexpr (std::is_floating_point_v<T>) return std::fabs(x);
+  return x < 0 ? -x : x;
+}
+template <class T>
+PTX_INLINE T fused_multiply_add(T x, T y, T z) {
+  return std::fma(x, y, z);
+}
+template <class T>
+PTX_INLINE T square_root(T x) {
+  return std::sqrt(x);
+}
+template <class T>
+PTX_INLINE T reciprocal(T x) {
+  return 1 / x;
+}
+template <class T>
+PTX_INLINE T reciprocal_square_root(T x) {
+  return 1 / std::sqrt(x);
+}
+// a zero of the same sign for a denormal number
+template <class T>
+PTX_INLINE T flushed(T x) {
+  return std::fabs(x) < std::numeric_limits<T>::min() ? std::copysign(T{0}, x) : x;
+}
+template <class T>
+PTX_INLINE bool unordered(T x, T y) {
+  return std::isnan(x) || std::isnan(y);
+}
+
+enum class Rounding { none, rn, rni, rzi, rmi, rpi };
+
+template <class To, Rounding rounding, class From>
+PTX_INLINE auto convert(From x) {
+  if constexpr (std::is_same_v<From, Half> || std::is_same_v<From, BFloat16>) {
+    return convert<To, rounding>(static_cast<float>(x));
+  } else if constexpr (std::is_same_v<To, Half>) {
+    static_assert(std::is_same_v<From, float> && rounding == Rounding::rn);
+    return std::bit_cast<uint16_t>(static_cast<_Float16>(x));
+  } else if constexpr (std::is_same_v<To, BFloat16>) {
+    static_assert(std::is_same_v<From, float> && rounding == Rounding::rn);
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    return std::isnan(x) ? uint16_t{0x7FFF} : static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+  } else if constexpr (std::is_floating_point_v<From> && rounding > Rounding::rn) {
+    const From whole = rounding == Rounding::rni   ? std::nearbyint(x)
+                       : rounding == Rounding::rzi ? std::trunc(x)
+                       : rounding == Rounding::rmi ? std::floor(x)
+                                                   : std::ceil(x);
+    if constexpr (std::is_floating_point_v<To>) {
+      return static_cast<To>(whole);
+    } else {
+      using Limits = std::numeric_limits<To>;
+      if (std::isnan(x)) return To{0};
+      if (whole >= std::ldexp(From{1}, Limits::digits)) return Limits::max();
+      return whole < static_cast<From>(Limits::min()) ? Limits::min() : static_cast<To>(whole);
+    }
+  } else {
+    static_assert(std::is_integral_v<From> || std::is_floating_point_v<To>);
+    return static_cast<To>(x);
+  }
+}
+
+// Bits.
+
+template <class T>
+PTX_INLINE T complement(T x) {
+  if constexpr (std::is_same_v<T, bool>) return !x;
+  return ~x;
+}
+template <class T>
+PTX_INLINE uint32_t count_ones(T x) {
+  return std::popcount(x);
+}
+template <class T>
+PTX_INLINE uint32_t count_leading_zeros(T x) {
+  return std::countl_zero(x);
+}
+template <class T>
+PTX_INLINE T reverse_bits(T x) {
+  T result = 0;
+  for (unsigned i = 0; i < 8 * sizeof(T); ++i) result = result << 1 | (x >> i & 1);
+  return result;
+}
+template <class T>
+PTX_INLINE T shift_left(T x, uint32_t by) {
+  return by < 8 * sizeof(T) ? x << by : 0;
+}
+template <class T>
+PTX_INLINE T shift_right(T x, uint32_t by) {
+  return by < 8 * sizeof(T) ? x >> by : x < 0 ? -1 : 0;
+}
+// Shifts high and low as one to the left and keeps the high half, or to the right and keeps the low one.
+template <char direction, bool wraps>
+PTX_INLINE uint32_t funnel_shift(uint32_t low, uint32_t high, uint32_t by) {
+  by = wraps ? by % 32 : by < 32 ? by : 32;
+  const uint64_t both = uint64_t{high} << 32 | low;
+  return direction == 'l' ? both << by >> 32 : both >> by;
+}
+template <bool shift_amount, class T>
+PTX_INLINE uint32_t find_bit(T x) {
+  static_assert(std::is_unsigned_v<T>);
+  const uint32_t zeros = std::countl_zero(x);
+  return x == 0 ? ~0u : shift_amount ? zeros : 8 * sizeof(T) - 1 - zeros;
+}
+template <class T>
+PTX_INLINE T insert_bits(T x, T into, uint32_t at, uint32_t length) {
+  const T ones = length % 256 < 8 * sizeof(T) ? (T{1} << length % 256) - 1 : ~T{0};
+  const T mask = shift_left<T>(ones, at % 256);
+  return (into & ~mask) | (shift_left<T>(x, at % 256) & mask);
+}
+// Bit i of the table is the result for bits of x, y, z that are those of i.
+PTX_INLINE uint32_t combine_bits(uint32_t x, uint32_t y, uint32_t z, uint32_t table) {
+  uint32_t result = 0;
+  for (int i = 0; i < 8; ++i)
+    if (table >> i & 1) result |= (i & 4 ? x : ~x) & (i & 2 ? y : ~y) & (i & 1 ? z : ~z);
+  return result;
+}
+// Chooses each byte of eight, or the sign of it.
+PTX_INLINE uint32_t permute(uint32_t x, uint32_t y, uint32_t choices) {
+  const uint64_t bytes = uint64_t{y} << 32 | x;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t choice = choices >> 4 * i & 15;
+    const uint32_t byte = bytes >> 8 * (choice & 7) & 255;
+    result |= (choice & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+  }
+  return result;
+}
+template <class T>
+PTX_INLINE T high_product(T x, T y) {
+  return static_cast<T>(static_cast<__int128>(x) * y >> 8 * sizeof(T));
+}
+
+template <class Whole, class Part, class... Parts>
+PTX_INLINE Whole join(Parts... parts) {
+  const std::array<Part, sizeof(Whole) / sizeof(Part)> all = {parts...};
+  return std::bit_cast<Whole>(all);
+}
+template <class Part, class Whole>
+PTX_INLINE auto parts(Whole x) {
+  return std::bit_cast<std::array<Part, sizeof(Whole) / sizeof(Part)>>(x);
+}
+
+// What the lanes of a warp do together.
+
+enum class Shuffle { up, down, bfly, idx };
+struct Shuffled {
+  uint32_t value;
+  bool valid;
+};
+// clamp: the last lane of a segment, or the first for up, and in its second byte the lane's bits that are a segment's.
+template <Shuffle kind>
+Shuffled shuffle(uint32_t x, uint32_t by, uint32_t clamp, uint32_t lanes, int operation) {
+  const uint32_t lane = emulator::lane(), segment = clamp >> 8 & 31;
+  const uint32_t first = lane & segment, last = first | (clamp & 31 & ~segment);
+  by &= 31;
+  uint32_t from = kind == Shuffle::up     ? lane - by
+                  : kind == Shuffle::down ? lane + by
+                  : kind == Shuffle::bfly ? lane ^ by
+                                          : first | (by & ~segment);
+  const bool valid = kind == Shuffle::up ? static_cast<int32_t>(from) >= static_cast<int32_t>(last) : from <= last;
+  if (!valid) from = lane;
+  if ((lanes >> from & 1) == 0) emulator::fail("a shuffle from a lane that is not in the mask");
+  return {emulator::exchange(lanes, operation, x, [=] { return emulator::peer<uint32_t>(from); }), valid};
+}
+template <class T>
+uint32_t lanes_with(T x, uint32_t lanes, int operation, T wanted) {
+  return emulator::exchange(lanes, operation, x, [=] {
+    uint32_t result = 0;
+    for (uint32_t lane = 0; lane < 32; ++lane)
+      if (lanes >> lane & 1) result |= uint32_t{emulator::peer<T>(lane) == wanted} << lane;
+    return result;
+  });
+}
+inline uint32_t ballot(bool x, uint32_t lanes, int operation) { return lanes_with(x, lanes, operation, true); }
+inline uint32_t match(uint32_t x, uint32_t lanes, int operation) { return lanes_with(x, lanes, operation, x); }
+
+// Four matrices of 8 x 8: lane l shows row l % 8 of matrix l / 8, and gets elements 2 (l % 4) and the next of row l / 4
+// of each, or of its transpose.
+template <bool transposed>
+std::array<uint32_t, 4> load_matrices(const uint16_t* row, int operation) {
+  return emulator::exchange(~0u, operation, row, [] {
+    const unsigned i = emulator::lane() / 4, j = emulator::lane() % 4 * 2;
+    std::array<uint32_t, 4> result;
+    for (unsigned matrix = 0; matrix < 4; ++matrix) {
+      const auto element = [&](unsigned row, unsigned column) {
+        return uint32_t{emulator::peer<const uint16_t*>(8 * matrix + row)[column]};
+      };
+      result[matrix] = transposed ? element(j, i) | element(j + 1, i) << 16 : element(i, j) | element(i, j + 1) << 16;
+    }
+    return result;
+  });
+}
+
+// c plus the product of a 16 x 16 and a 16 x 8 matrix. Element (i, k) of the first is of lane 4 (i % 8) + k % 8 / 2, in
+// register i / 8 + 2 (k / 8); (k, j) of the second of lane 4 j + k % 8 / 2, in register k / 8; (i, j) of c and of the
+// result of lane 4 (i % 8) + j / 2, in register 2 (i / 8) + j % 2.
+template <class T>
+std::array<float, 4> multiply_matrices(const std::array<uint32_t, 4>& a, const std::array<uint32_t, 2>& b,
+                                       const std::array<float, 4>& c, int operation) {
+  struct Operands {
+    std::array<uint32_t, 4> a;
+    std::array<uint32_t, 2> b;
+  };
+  const auto element = [](uint32_t pair, unsigned k) {
+    return static_cast<float>(T{static_cast<uint16_t>(pair >> 16 * (k % 2))});
+  };
+  return emulator::exchange(~0u, operation, Operands{a, b}, [&] {
+    std::array<float, 4> result = c;
+    for (unsigned r = 0; r < 4; ++r) {
+      const unsigned i = emulator::lane() / 4 + 8 * (r / 2), j = emulator::lane() % 4 * 2 + r % 2;
+      for (unsigned k = 0; k < 16; ++k) {
+        const auto& left = emulator::peer<Operands>(4 * (i % 8) + k % 8 / 2);
+        const auto& right = emulator::peer<Operands>(4 * j + k % 8 / 2);
+        result[r] += element(left.a[i / 8 + 2 * (k / 8)], k) * element(right.b[k / 8], k);
+      }
+    }
+    return result;
+  });
+}
+
+}  // namespace ptx

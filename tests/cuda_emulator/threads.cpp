@@ -1,0 +1,168 @@
+#include "threads.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+// Saves the registers that a call preserves on the stack, and takes up another stack.
+extern "C" void yoso_emulator_switch(void** save, void* load);
+asm(R"(
+.text
+.globl yoso_emulator_switch
+yoso_emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+
+namespace emulator {
+namespace {
+
+constexpr size_t kStackBytes = size_t{256} << 10;
+constexpr unsigned char kPoison = 0xFF;
+std::vector<unsigned char> stacks;
+
+bool is_private(const void* address) {
+  return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(stacks.data()) < stacks.size();
+}
+
+void check_launches_before_ended(const char* place) {
+  if (block.early && !block.thread().launches_before_ended)
+    fail("an addition, or an end, without waiting for the launches before", place);
+}
+
+void thread_main() {
+  block.body();
+  if (!block.thread().copies.empty()) fail("copies that nobody waited for");
+  check_launches_before_ended("");
+  block.thread().done = true;
+  block.progress = true;
+  --block.alive;
+  // threads that ended do not hold up the others
+  if (block.alive > 0 && block.barrier.arrived == block.alive) {
+    block.barrier.arrived = 0;
+    ++block.barrier.generation;
+  }
+  yield();
+  fail("a thread that ended was woken");
+}
+
+bool is_reverse() {
+  const char* order = std::getenv("YOSO_EMULATOR_ORDER");
+  return order != nullptr && std::strcmp(order, "reverse") == 0;
+}
+const bool reverse = is_reverse();
+
+void run_block() {
+  const unsigned count = block_size.x * block_size.y * block_size.z;
+  block.threads.assign(count, {});
+  if (counts_stretches)
+    for (Thread& thread : block.threads) thread.stretch_counts.resize(block.kernel->stretches.size());
+  block.warps.assign((count + 31) / 32, {});
+  block.barrier = {};
+  block.alive = count;
+  ++block.serial;
+  if (stacks.size() < count * kStackBytes) stacks.resize(count * kStackBytes);
+  for (unsigned i = 0; i < count; ++i) {
+    // the function that is returned to, below an address of its own; the stack is aligned as after a call
+    const uintptr_t last = reinterpret_cast<uintptr_t>(&stacks[(i + 1) * kStackBytes - 1]) & ~uintptr_t{63};
+    auto* top = reinterpret_cast<void**>(last - 64);
+    *--top = nullptr;
+    *--top = reinterpret_cast<void*>(&thread_main);
+    block.threads[i].stack_pointer = top - 6;
+  }
+  std::memset(shared_memory, kPoison, block.shared_bytes + kCanaryBytes);
+  while (block.alive > 0) {
+    block.progress = false;
+    for (unsigned step = 0; step < count; ++step) {
+      const unsigned i = reverse ? count - 1 - step : step;
+      if (block.threads[i].done || block.threads[i].waits()) continue;
+      block.current = i;
+      thread_index = {i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
+      yoso_emulator_switch(&block.scheduler, block.threads[i].stack_pointer);
+    }
+    if (!block.progress) fail("a barrier that not all threads reach");
+  }
+  for (size_t i = 0; i < kCanaryBytes; ++i)
+    if (shared_memory[block.shared_bytes + i] != kPoison) fail("a write past the shared memory");
+  if (counts_stretches) watcher->on_block_end();
+}
+
+}  // namespace
+
+void fail(const char* what, const char* place) {
+  std::fprintf(stderr, "CUDA emulator: %s %s (block %u %u %u, thread %u %u %u)\n", place, what, block_index.x,
+               block_index.y, block_index.z, thread_index.x, thread_index.y, thread_index.z);
+  std::abort();
+}
+
+void run_blocks(size_t shared_bytes) {
+  block.shared_bytes = shared_bytes;
+  const uint64_t blocks = uint64_t{grid_size.x} * grid_size.y * grid_size.z;
+  for (uint64_t step = 0; step < blocks; ++step) {
+    const uint64_t i = reverse ? blocks - 1 - step : step;
+    block_index = {static_cast<unsigned>(i % grid_size.x), static_cast<unsigned>(i / grid_size.x % grid_size.y),
+                   static_cast<unsigned>(i / grid_size.x / grid_size.y)};
+    run_block();
+  }
+}
+
+void yield() { yoso_emulator_switch(&block.thread().stack_pointer, block.scheduler); }
+
+void wait_block() {
+  wait(block.barrier, block.alive, [] {});
+}
+
+void wait_warp(uint32_t mask, int operation) {
+  if ((mask >> lane() & 1) == 0) fail("a thread that is not in the mask");
+  if (warp().barrier.arrived == 0) warp().operation = operation;
+  if (warp().operation != operation) fail("lanes of a warp that wait for different operations");
+  const unsigned warp_threads = std::min<size_t>(32, block.threads.size() - block.current / 32 * 32);
+  const uint32_t existing = warp_threads == 32 ? ~0u : (1u << warp_threads) - 1;
+  wait(warp().barrier, std::popcount(mask & existing), [&] {
+    if (operation == kWarpBarrier && (mask & existing) == existing) ++warp().syncs;
+  });
+}
+
+void look_at(Access access, const void* address, size_t bytes, const char* place) {
+  if (reinterpret_cast<uintptr_t>(address) % bytes != 0) fail("an address that is not aligned", place);
+  if (is_shared(address) && static_cast<const unsigned char*>(address) + bytes > shared_memory + block.shared_bytes)
+    fail("an address past the shared memory", place);
+  if (access == Access::kAdd) check_launches_before_ended(place);
+  if (watcher == nullptr || is_private(address)) return;
+  if (!is_shared(address) && !is_in_tensor(address, bytes)) fail("an address outside of all tensors", place);
+  watcher->on_access(access, address, bytes, place);
+}
+
+void copy_ahead(unsigned char* to, const unsigned char* from, bool clear, const char* place) {
+  look_at(Access::kWriteUntilWaitedFor, to, 16, place);
+  if (reinterpret_cast<uintptr_t>(from) % 16 != 0) fail("an address that is not aligned", place);
+  block.thread().copies.push_back({to, clear ? nullptr : from, place});
+}
+
+void finish_copies() {
+  for (const Copy& copy : block.thread().copies) {
+    look_at(Access::kWrite, copy.to, 16, copy.place);
+    if (copy.from == nullptr) {
+      std::memset(copy.to, 0, 16);
+    } else {
+      look_at(Access::kRead, copy.from, 16, copy.place);
+      std::memcpy(copy.to, copy.from, 16);
+    }
+  }
+  block.thread().copies.clear();
+}
+
+}  // namespace emulator

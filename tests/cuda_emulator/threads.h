@@ -1,0 +1,175 @@
+// A block's threads as coroutines on one core: each runs until it waits for others, at a barrier or for the lanes of
+// its warp. Shared memory is NaN before a block starts; an address past it, and a barrier that not all reach, end the
+// process. YOSO_EMULATOR_ORDER=reverse runs blocks and threads from the last to the first: results that differ are a
+// race.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+namespace emulator {
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+inline Index thread_index, block_index, block_size, grid_size;
+
+// A function and how it is launched.
+struct Kernel {
+  struct Parameter {
+    size_t offset, bytes;
+  };
+  const char* name;
+  void (*function)(const unsigned char* parameters);
+  unsigned max_threads;
+  std::vector<Parameter> parameters;
+  // the instructions of every stretch of it that a thread goes through from its start to its end
+  std::vector<unsigned> stretches;
+};
+// Makes a kernel known to the launches by its name; returns true.
+bool add_kernel(Kernel kernel);
+
+// A barrier of some threads: whoever comes last opens it.
+struct Barrier {
+  unsigned arrived = 0;
+  uint64_t generation = 0;
+};
+
+// what the lanes of a warp wait for in __syncwarp; what they do together otherwise has other numbers
+constexpr int kWarpBarrier = 0;
+
+struct Warp {
+  Barrier barrier;
+  // what the waiting lanes wait for, which must be the same; and how often all lanes have met in __syncwarp, which
+  // alone orders their accesses to memory
+  int operation = kWarpBarrier;
+  uint64_t syncs = 0;
+  // what each lane shows the others
+  alignas(64) unsigned char slots[32][64];
+};
+
+// 16 bytes for shared memory; zeros where there is nothing to read from.
+struct Copy {
+  unsigned char* to;
+  const unsigned char* from;
+  const char* place;
+};
+
+struct Thread {
+  void* stack_pointer = nullptr;
+  bool done = false;
+  // what it waits for, and the generation in which it began to
+  const Barrier* barrier = nullptr;
+  uint64_t generation = 0;
+  // what copies under way will write
+  std::vector<Copy> copies;
+  // whether it has waited for the launches before its own
+  bool launches_before_ended = false;
+  // how often it went through each of the kernel's stretches, where that is counted
+  std::vector<unsigned> stretch_counts;
+
+  bool waits() const { return barrier != nullptr && barrier->generation == generation; }
+};
+
+struct Block {
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  Barrier barrier;
+  unsigned alive = 0, current = 0;
+  size_t shared_bytes = 0;
+  // whether anything happened since the scheduler last looked
+  bool progress = false;
+  // which one it is of all that ever ran, and of which launch and what
+  uint64_t serial = 0, launch = 0;
+  const Kernel* kernel = nullptr;
+  // whether the launch may start early, and the last one that may not: the first that need not have ended by then
+  bool early = false;
+  uint64_t first_running = 0;
+  std::function<void()> body;
+  void* scheduler = nullptr;
+
+  Thread& thread() { return threads[current]; }
+};
+inline Block block;
+
+// the most that any GPU has for a block, that of sm_90; and bytes behind it that nobody may write
+constexpr size_t kMaxSharedBytes = size_t{227} << 10, kCanaryBytes = 4096;
+alignas(16) inline unsigned char shared_memory[kMaxSharedBytes + kCanaryBytes];
+// Whether an address is of the block's own memory.
+inline bool is_shared(const void* address) {
+  return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(shared_memory) < kMaxSharedBytes;
+}
+
+// Whether an address is of a tensor, see memory.cpp.
+bool is_in_tensor(const void* address, size_t bytes);
+
+// What looks at the kernels, if anything does: YOSO_EMULATOR_WATCH chooses races.cpp or traffic.cpp.
+enum class Access { kRead, kWrite, kAdd, kWriteUntilWaitedFor };
+struct Watcher {
+  // an access to memory that threads share, by the instruction at a place in the source
+  void (*on_access)(Access access, const void* address, size_t bytes, const char* place);
+  // what to do when a block has ended, if anything, where stretches are counted
+  void (*on_block_end)() = nullptr;
+};
+extern const Watcher races, traffic;
+inline const Watcher* watcher = nullptr;
+inline bool counts_stretches = false;
+
+// Ends the process.
+[[noreturn]] void fail(const char* what, const char* place = "");
+
+// Runs blocks of the kernel, one after the other.
+void run_blocks(size_t shared_bytes);
+
+// What one thread does.
+
+void yield();
+
+// Calls opened() when all have come, before any of them goes on.
+template <class F>
+void wait(Barrier& barrier, unsigned expected, const F& opened) {
+  Thread& thread = block.thread();
+  thread.barrier = &barrier;
+  thread.generation = barrier.generation;
+  block.progress = true;
+  if (++barrier.arrived == expected) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    opened();
+  } else {
+    yield();
+  }
+}
+
+void wait_block();
+inline unsigned lane() { return block.current % 32; }
+inline Warp& warp() { return block.warps[block.current / 32]; }
+// Waits for the lanes of the mask at an operation, a number of its own in the kernel.
+void wait_warp(uint32_t mask, int operation = kWarpBarrier);
+
+// Shows value to the lanes of the mask and gives f(), which may read theirs by peer<T>(lane).
+template <class T>
+const T& peer(unsigned lane) {
+  return *reinterpret_cast<const T*>(warp().slots[lane]);
+}
+template <class T, class F>
+auto exchange(uint32_t mask, int operation, const T& value, const F& f) {
+  static_assert(sizeof(T) <= sizeof(Warp::slots[0]));
+  std::memcpy(warp().slots[lane()], &value, sizeof(T));
+  wait_warp(mask, operation);
+  const auto result = f();
+  wait_warp(mask, operation);
+  return result;
+}
+
+inline void wait_for_launches_before() { block.thread().launches_before_ended = true; }
+// Checks an access to memory, and shows it to the watcher.
+void look_at(Access access, const void* address, size_t bytes, const char* place);
+// Sends 16 bytes, or zeros, on their way to shared memory. They are there after finish_copies, and may be earlier.
+void copy_ahead(unsigned char* to, const unsigned char* from, bool clear, const char* place);
+void finish_copies();
+
+}  // namespace emulator
