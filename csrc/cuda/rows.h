@@ -60,8 +60,7 @@ __device__ __forceinline__ int columns_of_lane(int32_t columns, int32_t first) {
 // Loads a lane's `columns` columns, zero past these; of rows that are not aligned, element by element.
 template <bool aligned, class T>
 __device__ __forceinline__ void load_columns(const T* from, int columns, T (&to)[kLaneColumns]) {
-#pragma unroll
-  for (int c = 0; c < kLaneColumns; ++c) to[c] = 0;
+  memset(to, 0, sizeof(to));
   if constexpr (aligned) {
     if (columns > 0) load(from, to);
   } else {

@@ -118,7 +118,8 @@ class Function:
             return
         guard = re.match(r"@(!?)(%?\w+) ", text)
         code = self.instruction(text[guard.end() :] if guard else text)
-        self.stretches[-1] += 1
+        # ptxas leaves moves out, and takes parameters as operands
+        self.stretches[-1] += re.match(r"mov|cvta|ld\.param", text) is None
         self.lines.append(f"if ({guard[1]}{variable(guard[2])}) {{ {code} }}" if guard else code)
         if code.startswith("goto"):
             self.start_stretch()
