@@ -736,23 +736,28 @@ __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
     const auto from_either = [](bool first, const Span& a, const Span& b) {
       return Span{first ? a.first : b.first, first ? a.count : b.count};
     };
-    for (uint32_t left = __ballot_sync(kAllLanes, largest > 0 && largest <= kColumns); left != 0; left &= left - 1) {
+    const uint32_t small = __ballot_sync(kAllLanes, largest > 0 && largest <= kTile);
+    const int before = __popc(small & ~(kAllLanes << lane));
+    const bool is_mine = (small >> lane & 1) != 0 && (turn + before) % kWarps == warp;
+    for (uint32_t left = __ballot_sync(kAllLanes, is_mine); left != 0; left &= left - 1) {
+      const int source = __ffs(left) - 1;
+      add_small_bucket<kColumns>(sides[0], from_lane(query_span, source), sides[1], from_lane(key_span, source), sizes,
+                                 warp_memory);
+    }
+    turn = (turn + __popc(small)) % kWarps;
+    for (uint32_t left = __ballot_sync(kAllLanes, largest > kTile && largest <= kColumns); left != 0;
+         left &= left - 1) {
       const int source = __ffs(left) - 1;
       const Span q = from_lane(query_span, source), k = from_lane(key_span, source);
-      if (max(q.count, k.count) <= kTile) {
-        if (turn == warp) add_small_bucket<kColumns>(sides[0], q, sides[1], k, sizes, warp_memory);
-        turn = (turn + 1) % kWarps;
-      } else {
-        const int query_tiles = (q.count + kTile - 1) / kTile, tiles = query_tiles + (k.count + kTile - 1) / kTile;
-        for (int tile = (warp - turn + kWarps) % kWarps; tile < tiles; tile += kWarps) {
-          const bool is_query = tile < query_tiles;
-          const int skipped = (is_query ? tile : tile - query_tiles) * kTile;
-          const Span target_span = from_either(is_query, q, k), source_span = from_either(is_query, k, q);
-          add_pairs_of_tile<kColumns>(sides[!is_query], {target_span.first + skipped, target_span.count - skipped},
-                                      sides[is_query], source_span, sizes, warp_memory);
-        }
-        turn = (turn + tiles) % kWarps;
+      const int query_tiles = (q.count + kTile - 1) / kTile, tiles = query_tiles + (k.count + kTile - 1) / kTile;
+      for (int tile = (warp - turn + kWarps) % kWarps; tile < tiles; tile += kWarps) {
+        const bool is_query = tile < query_tiles;
+        const int skipped = (is_query ? tile : tile - query_tiles) * kTile;
+        const Span target_span = from_either(is_query, q, k), source_span = from_either(is_query, k, q);
+        add_pairs_of_tile<kColumns>(sides[!is_query], {target_span.first + skipped, target_span.count - skipped},
+                                    sides[is_query], source_span, sizes, warp_memory);
       }
+      turn = (turn + tiles) % kWarps;
     }
     // with so many rows, the products of all pairs would cost more
     for (uint32_t left = __ballot_sync(kAllLanes, largest > kColumns); left != 0; left &= left - 1) {
