@@ -13,6 +13,7 @@
 #pragma once
 
 #include "mma.h"
+#include "rows.h"
 
 namespace yoso {
 namespace {
@@ -113,36 +114,44 @@ __device__ __forceinline__ void kernel_weights(T (&x)[n][4], int tau) {
   power(x, tau);
 }
 
-// A warp has a row.
-constexpr int kLengthThreads = 256;
-template <class In, class Pairs>
-__global__ void inverse_length_kernel(Rows<const In> rows, int64_t all_rows, int64_t heads, int64_t count,
-                                      int64_t columns, Pairs pairs, Accumulator<In>* inverse_length) {
+template <class In, bool aligned, class Pairs>
+__global__ void __launch_bounds__(kRowThreads)
+    inverse_length_kernel(Rows<const In> rows, int32_t heads, int32_t count, int32_t columns, int lane_bits,
+                          Pairs pairs, Accumulator<In>* inverse_length) {
   using T = Accumulator<In>;
-  const int64_t index = int64_t{blockIdx.x} * (kLengthThreads / kWarp) + threadIdx.x / kWarp;
-  if (index >= all_rows) return;
-  const int lane = threadIdx.x % kWarp;
-  const int64_t batch_head = index / count, row = index % count;
-  const In* x = rows.at(batch_head / heads, batch_head % heads, row);
+  const RowPlace place(count, lane_bits, 1);
+  // lanes past the last row stay: the sums are the warp's
+  const bool exists = place.row < count;
+  const In* x = rows.at(place.head / heads, place.head % heads, exists ? place.row : 0);
   T square = 0, infinite = 0;
-  for (int64_t c = lane; c < columns; c += kWarp) {
-    square += static_cast<T>(x[c]) * static_cast<T>(x[c]);
-    // not a number for what is infinite, where the square is so for what is large
-    infinite += static_cast<T>(x[c]) * 0;
+  for (int32_t first = place.column; first < columns; first += kLaneColumns << lane_bits) {
+    In part[kLaneColumns];
+    load_columns<aligned>(x + first, columns_of_lane(columns, first), part);
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; ++c) {
+      const T element = static_cast<T>(part[c]);
+      square += element * element;
+      // not a number for what is infinite, where the square is so for what is large
+      infinite += element * 0;
+    }
   }
-  square = warp_sum(square);
-  infinite = warp_sum(infinite);
+  square = sum_of_lanes(square, lane_bits);
+  infinite = sum_of_lanes(infinite, lane_bits);
+  if (!exists || place.lane != 0) return;
   T inverse = square == 0 ? 0 : 1 / sqrt(square) + infinite;
-  if (!pairs.is_real(batch_head, row)) inverse = kMasked;
-  if (lane == 0) inverse_length[index] = inverse;
+  if (!pairs.is_real(place.head, place.row)) inverse = kMasked;
+  inverse_length[int64_t{place.head} * count + place.row] = inverse;
 }
 
 template <class In, class Pairs>
 Tensor inverse_lengths(const Device& device, const Tensor& rows, const Pairs& pairs) {
-  const int64_t B = rows.size(0), H = rows.size(1), N = rows.size(2);
+  const int64_t B = rows.size(0), H = rows.size(1), N = rows.size(2), D = rows.size(3);
   Tensor inverse_length = torch::stable::new_empty(rows, {B, H, N}, length_dtype(rows));
-  launch(device, inverse_length_kernel<In, Pairs>, divide_up(B * H * N, kLengthThreads / kWarp), kLengthThreads, 0,
-         rows_of<In>(rows), B * H * N, H, N, rows.size(3), pairs,
+  const Rows<const In> from = rows_of<In>(rows);
+  const int lane_bits = lane_bits_for(D);
+  launch(device, aligned(from, D) ? inverse_length_kernel<In, true, Pairs> : inverse_length_kernel<In, false, Pairs>,
+         B * H * blocks_of_head(count_of(N, "rows"), lane_bits), kRowThreads, 0, from, static_cast<int32_t>(H),
+         static_cast<int32_t>(N), count_of(D, "columns"), lane_bits, pairs,
          static_cast<Accumulator<In>*>(inverse_length.mutable_data_ptr()));
   return inverse_length;
 }
