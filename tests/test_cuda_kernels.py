@@ -61,7 +61,8 @@ def test_kernels_of_smaller_gpus_pass_the_tests_of_the_kernels(tmp_path):
     """Less shared memory, no launch that starts early, and additions of one number at a time."""
     kernels = tmp_path / "kernels.so"
     emulator.build(kernels, arch=86, kernels=("sampled_attention*",))
-    run_emulated(kernels, PASS_TESTS, str(TESTS / "test_kernels.py"))
+    # what hashes is the same for all
+    run_emulated(kernels, PASS_TESTS, str(TESTS / "test_kernels.py"), "-k", "not hash")
 
 
 @needs_emulator
@@ -187,11 +188,20 @@ def test_kernels_compile_without_spills_link_and_load_beside_a_torch_without_cud
 
 
 @needs_emulator
-def test_counts_of_bytes_and_instructions():
+def test_counts_of_bytes_and_instructions(emulated_kernels):
     """Every hash function reads every value once, and what finds it, and writes its table."""
     script = TESTS / "cuda_emulator" / "count.py"
     # more values than a copy in shared memory holds
-    command = [sys.executable, str(script), "--lengths", "16384", "--num_hash", "2"]
+    command = [
+        sys.executable,
+        str(script),
+        "--lengths",
+        "16384",
+        "--num_hash",
+        "2",
+        "--library",
+        str(emulated_kernels),
+    ]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-5000:]
     rows = [line.split() for line in run.stdout.splitlines() if "_kernel" in line]

@@ -33,9 +33,9 @@ COLUMNS = ("read", "written", "added", "shared", "instructions")
 class Counts:
     """What kernels have moved and done since they were asked last."""
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path, file: Path) -> None:
         self._write = ctypes.CDLL(str(library)).yoso_emulator_write_traffic
-        self._file = library.with_suffix(".txt")
+        self._file = file
 
     def take(self) -> dict[str, Counter]:
         """By the name of the kernel, without its template's arguments."""
@@ -66,18 +66,21 @@ def main() -> None:
     parser.add_argument("--hash_code_len", type=int, default=9)
     parser.add_argument("--num_hash", type=int, default=32)
     parser.add_argument("--expectation", action="store_true", help="the exact kernels")
+    parser.add_argument("--library", type=Path, help="what build.py has made; built unless given")
     parser.add_argument("--bandwidth", type=float, default=5.5e12, help="bytes a second from the second-level cache")
     parser.add_argument("--issue_rate", type=float, default=132 * 4 * 1.75e9, help="instructions of warps a second")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "kernels.so"
-        kernels = ("expectation_attention",) if args.expectation else ("hash", "sampled_attention*")
-        build.build(library, kernels=(*kernels, "unit_rows"))
+        library = args.library
+        if library is None:
+            library = Path(folder) / "kernels.so"
+            kernels = ("expectation_attention",) if args.expectation else ("hash", "sampled_attention*")
+            build.build(library, kernels=(*kernels, "unit_rows"))
         torch.ops.load_library(str(library))
         from yoso_hf import yoso_attention
 
-        counts = Counts(library)
+        counts = Counts(library, Path(folder) / "counts.txt")
         for length in args.lengths:
             torch.manual_seed(0)
             inputs = [torch.randn(1, 1, length, HEAD_DIM).bfloat16().requires_grad_() for _ in range(3)]

@@ -2,8 +2,10 @@
 // what has not been written yet is NaN.
 #include <c10/core/CPUAllocator.h>
 
+#include <cstdlib>
 #include <map>
 #include <mutex>
+#include <new>
 
 #include "threads.h"
 

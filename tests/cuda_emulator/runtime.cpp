@@ -1,8 +1,10 @@
 // The functions of CUDA's runtime that the objects call which nvcc compiles: launches run translated kernels.
 #include <cuda_runtime_api.h>
 
+#include <cstdlib>
 #include <map>
 #include <string>
+#include <utility>
 
 #include "threads.h"
 
@@ -33,9 +35,11 @@ size_t shared_bytes_of_device() {
 }
 
 const Watcher* chosen_watcher() {
-  const char* name = std::getenv("YOSO_EMULATOR_WATCH");
-  if (name == nullptr) return nullptr;
-  return std::strcmp(name, "races") == 0 ? &races : std::strcmp(name, "traffic") == 0 ? &traffic : nullptr;
+  const char* variable = std::getenv("YOSO_EMULATOR_WATCH");
+  const std::string name = variable == nullptr ? "" : variable;
+  if (name.empty()) return nullptr;
+  if (name != "races" && name != "traffic") fail("YOSO_EMULATOR_WATCH must be races or traffic");
+  return name == "races" ? &races : &traffic;
 }
 
 }  // namespace

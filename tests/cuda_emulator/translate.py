@@ -89,8 +89,9 @@ class Function:
 
     def translate(self, body: str) -> None:
         position = 0
+        body = body.rstrip()
         self.start_stretch()
-        while body[position:].strip():
+        while position < len(body):
             token = TOKEN.match(body, position)
             if token is None:
                 raise UnknownInstruction(body[position : position + 200])
@@ -234,7 +235,7 @@ class Function:
 
     def function(self, name: str, modifiers: list[str], operands: list[str]) -> str | None:
         kind = TYPES[modifiers[-1]]
-        if not {*modifiers[:-1]} <= {"rn", "approx", "ftz", "lo"}:
+        if not {*modifiers[:-1]} <= {"rn", "approx", "ftz"}:
             return None
         result = "uint32_t" if name in ("popc", "clz") else kind
         arguments = [self.value(operand, kind) for operand in operands[1:]]
