@@ -23,20 +23,27 @@ class Inputs:
 
     def __init__(self, data, shape, dtype):
         B, H, N, M, D, Dv, num_hash, self.tau = shape
+        device = torch.get_default_device()
         torch.manual_seed(0)
-        query, key = torch.randn(B, N, H, D), torch.randn(B, M, H, D)
-        if data != "random":
-            centres = torch.randn(3 if data == "clusters" else 1, H, D)
-            for rows in (query, key):
-                crowd = rows[:, ::2] if data == "mixed" else rows
-                crowd *= 0 if data == "equal" and rows is key else 0.1
-                crowd += centres[torch.randint(len(centres), (crowd.shape[1],))]
+        # the same numbers on every device: with others, rounding errors of a few elements could be out of proportion
+        with torch.device("cpu"):
+            query, key = torch.randn(B, N, H, D), torch.randn(B, M, H, D)
+            if data != "random":
+                centres = torch.randn(3 if data == "clusters" else 1, H, D)
+                for rows in (query, key):
+                    crowd = rows[:, ::2] if data == "mixed" else rows
+                    crowd *= 0 if data == "equal" and rows is key else 0.1
+                    crowd += centres[torch.randint(len(centres), (crowd.shape[1],))]
+            value, grad = torch.randn(B, M, H, Dv), torch.randn(B, N, H, Dv)
+            self.functions = [HashFunctions.sample(H, D, num_hash, self.tau, kind=kind) for kind in KINDS]
+            mask = torch.rand(B, M) > 0.25
         # [B, rows, H, *] seen as [B, H, rows, *], as a model's projections come
         self.query, self.key, self.value, self.grad = (
-            x.transpose(1, 2).to(dtype) for x in (query, key, torch.randn(B, M, H, Dv), torch.randn(B, N, H, Dv))
+            x.transpose(1, 2).to(device, dtype) for x in (query, key, value, grad)
         )
-        self.functions = [HashFunctions.sample(H, D, num_hash, self.tau, kind=kind) for kind in KINDS]
-        self.mask = torch.rand(B, M) > 0.25
+        for functions in self.functions:
+            functions.parameters = functions.parameters.to(device)
+        self.mask = mask.to(device)
         self.codes = self.functions[0].codes(self.query), self.functions[0].codes(self.key, self.mask)
 
     def hashes(self, namespace, dtype):

@@ -158,7 +158,9 @@ def test_codes_outside_the_table_belong_to_no_bucket():
 
 def sequence(B=2, H=3, N=50, D=16, Dv=12, dtype=torch.float32):
     torch.manual_seed(0)
-    return tuple(torch.randn(B, H, N, columns, dtype=dtype) for columns in (D, D, Dv))
+    with torch.device("cpu"):
+        tensors = [torch.randn(B, H, N, columns, dtype=dtype) for columns in (D, D, Dv)]
+    return tuple(x.to(torch.get_default_device()) for x in tensors)
 
 
 @pytest.mark.parametrize("normalization", ["l2", "sum", None])
