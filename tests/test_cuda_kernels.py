@@ -106,7 +106,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
             ";",
             "waiting for",
         ),
-        ("sampled_attention_backward", "mma.h", "%6, %7}, {%8, %9}", "%7, %6}, {%8, %9}", "assert"),
+        ("sampled_attention_backward", "mma.h", "%6, %7}, {%8, %9}", "%7, %6}, {%8, %9}", "in assert_as_accurate_as"),
     ],
 )
 def test_a_mistake_is_found(kernel, file, line, instead, message, tmp_path, monkeypatch):
