@@ -46,8 +46,10 @@ template <class T, unsigned count, Access access>
 PTX_INLINE T* shared_at(uint32_t offset, const char* place) {
   constexpr unsigned bytes = count * sizeof(T);
   unsigned char* const address = emulator::shared_memory + offset;
-  const bool inside = offset % bytes == 0 && offset + bytes <= emulator::block.shared_bytes;
-  if (__builtin_expect(!inside || emulator::watcher != nullptr, false)) emulator::look_at(access, address, bytes, place);
+  if (__builtin_expect(uint64_t{offset} + bytes > emulator::block.shared_bytes, false))
+    emulator::fail("an address past the shared memory", place);
+  if (__builtin_expect(offset % bytes != 0 || emulator::watcher != nullptr, false))
+    emulator::look_at(access, address, bytes, place);
   return reinterpret_cast<T*>(address);
 }
 PTX_INLINE uint64_t from_shared(uint64_t offset) {
@@ -59,8 +61,8 @@ PTX_INLINE uint64_t to_shared(uint64_t address) {
 
 inline void copy_ahead(uint32_t to, uint64_t from, uint32_t bytes_read, const char* place) {
   if (bytes_read != 0 && bytes_read != 16) emulator::fail("a copy of some of 16 bytes", place);
-  const auto* source = reinterpret_cast<const unsigned char*>(from);
-  emulator::copy_ahead(emulator::shared_memory + to, source, bytes_read == 0, place);
+  auto* target = shared_at<unsigned char, 16, Access::kWriteUntilWaitedFor>(to, place);
+  emulator::copy_ahead(target, reinterpret_cast<const unsigned char*>(from), bytes_read == 0, place);
 }
 
 // Numbers.
@@ -183,13 +185,6 @@ template <class T>
 PTX_INLINE T shift_right(T x, uint32_t by) {
   return by < 8 * sizeof(T) ? x >> by : x < 0 ? -1 : 0;
 }
-// Shifts high and low as one to the left and keeps the high half, or to the right and keeps the low one.
-template <char direction, bool wraps>
-PTX_INLINE uint32_t funnel_shift(uint32_t low, uint32_t high, uint32_t by) {
-  by = wraps ? by % 32 : by < 32 ? by : 32;
-  const uint64_t both = uint64_t{high} << 32 | low;
-  return direction == 'l' ? both << by >> 32 : both >> by;
-}
 template <bool shift_amount, class T>
 PTX_INLINE uint32_t find_bit(T x) {
   static_assert(std::is_unsigned_v<T>);
@@ -202,29 +197,6 @@ PTX_INLINE T insert_bits(T x, T into, uint32_t at, uint32_t length) {
   const T mask = shift_left<T>(ones, at % 256);
   return (into & ~mask) | (shift_left<T>(x, at % 256) & mask);
 }
-// Bit i of the table is the result for bits of x, y, z that are those of i.
-PTX_INLINE uint32_t combine_bits(uint32_t x, uint32_t y, uint32_t z, uint32_t table) {
-  uint32_t result = 0;
-  for (int i = 0; i < 8; ++i)
-    if (table >> i & 1) result |= (i & 4 ? x : ~x) & (i & 2 ? y : ~y) & (i & 1 ? z : ~z);
-  return result;
-}
-// Chooses each byte of eight, or the sign of it.
-PTX_INLINE uint32_t permute(uint32_t x, uint32_t y, uint32_t choices) {
-  const uint64_t bytes = uint64_t{y} << 32 | x;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t choice = choices >> 4 * i & 15;
-    const uint32_t byte = bytes >> 8 * (choice & 7) & 255;
-    result |= (choice & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
-  }
-  return result;
-}
-template <class T>
-PTX_INLINE T high_product(T x, T y) {
-  return static_cast<T>(static_cast<__int128>(x) * y >> 8 * sizeof(T));
-}
-
 template <class Whole, class Part, class... Parts>
 PTX_INLINE Whole join(Parts... parts) {
   const std::array<Part, sizeof(Whole) / sizeof(Part)> all = {parts...};

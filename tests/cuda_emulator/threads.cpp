@@ -147,7 +147,6 @@ void look_at(Access access, const void* address, size_t bytes, const char* place
 }
 
 void copy_ahead(unsigned char* to, const unsigned char* from, bool clear, const char* place) {
-  look_at(Access::kWriteUntilWaitedFor, to, 16, place);
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0) fail("an address that is not aligned", place);
   block.thread().copies.push_back({to, clear ? nullptr : from, place});
 }

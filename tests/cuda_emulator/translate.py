@@ -29,8 +29,8 @@ COMPARISONS |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 # functions of ptx.h, on the type that the instruction's name ends with
 FUNCTIONS = {"div": "quotient", "rem": "remainder", "min": "minimum", "max": "maximum", "abs": "absolute"}
 FUNCTIONS |= {"not": "complement", "sqrt": "square_root", "rcp": "reciprocal", "rsqrt": "reciprocal_square_root"}
-FUNCTIONS |= {"popc": "count_ones", "clz": "count_leading_zeros", "brev": "reverse_bits", "prmt": "permute"}
-FUNCTIONS |= {"neg": "negative", "fma": "fused_multiply_add", "lop3": "combine_bits"}
+FUNCTIONS |= {"popc": "count_ones", "clz": "count_leading_zeros", "brev": "reverse_bits"}
+FUNCTIONS |= {"neg": "negative", "fma": "fused_multiply_add"}
 # what stands for itself; launches run one after the other, so that what lets the next one start does nothing
 WHOLE = {
     "ret": "return;",
@@ -281,8 +281,6 @@ class Function:
             if comparison == "ne" and modifiers[1].startswith("f"):
                 # C++'s is true of what has no order
                 result = f"({result}) && !unordered({first}, {second})"
-        elif comparison in ("num", "nan"):
-            result = f"unordered({first}, {second}) == {str(comparison == 'nan').lower()}"
         else:
             result = f"unordered({first}, {second}) || {first} {COMPARISONS[comparison[:-1]]} {second}"
         return self.assign(operands[0], result, "bool")
@@ -292,17 +290,16 @@ class Function:
         first, second = self.value(operands[1], kind), self.value(operands[2], kind)
         return self.assign(operands[0], f"{variable(operands[3])} ? {first} : {second}", kind)
 
-    def mul_instruction(self, modifiers: list[str], operands: list[str]) -> str:
+    def mul_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
         kind = TYPES[modifiers[-1]]
-        if "hi" in modifiers:
-            return self.assign(operands[0], f"high_product({self.values(operands[1:], kind)})", kind)
+        if not {*modifiers[:-1]} <= {"lo", "wide", "rn"}:
+            return None
         result = WIDER[kind] if "wide" in modifiers else kind
         first, second = (f"({result}){self.value(operand, kind)}" for operand in operands[1:3])
         sum_with = f" + {self.value(operands[3], result)}" if len(operands) > 3 else ""
         return self.assign(operands[0], f"{first} * {second}{sum_with}", result)
 
-    def mad_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
-        return self.mul_instruction(modifiers, operands) if modifiers[0] in ("lo", "wide") else None
+    mad_instruction = mul_instruction
 
     def shift(self, function: str, modifiers: list[str], operands: list[str]) -> str:
         kind = TYPES[modifiers[-1]]
@@ -314,11 +311,6 @@ class Function:
 
     def shr_instruction(self, modifiers: list[str], operands: list[str]) -> str:
         return self.shift("shift_right", modifiers, operands)
-
-    def shf_instruction(self, modifiers: list[str], operands: list[str]) -> str:
-        direction, mode, _ = modifiers
-        call = f"funnel_shift<'{direction}', {str(mode == 'wrap').lower()}>({self.values(operands[1:], 'uint32_t')})"
-        return self.assign(operands[0], call, "uint32_t")
 
     def bfind_instruction(self, modifiers: list[str], operands: list[str]) -> str:
         kind = TYPES[modifiers[-1]]
