@@ -145,12 +145,18 @@ __device__ __forceinline__ void wait_for_launches_before() {
 #endif
 }
 
-// Copies 16 bytes to shared memory, or clears these, while the thread goes on.
+// Copies 4 or 16 bytes to shared memory, or clears these, while the thread goes on.
+template <int bytes>
 __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool clear) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(clear ? 0 : 16)
-               : "memory");
+  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  const int read = clear ? 0 : bytes;
+  if constexpr (bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(target), "l"(from), "r"(read) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                 :
+                 : "r"(target), "l"(from), "n"(bytes), "r"(read)
+                 : "memory");
 }
 
 // Waits for the thread's copies.

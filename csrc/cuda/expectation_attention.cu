@@ -5,42 +5,49 @@ namespace yoso {
 namespace {
 
 struct AllPairs {
-  static constexpr size_t kScratchBytes = 0;
+  static constexpr int kSumBlocks = 2;
+  static constexpr bool kMasksRows = false, kPositive = true;
+  static constexpr size_t kScratchRowBytes = 0;
   int tau;
   bool exact;
 
   AllPairs swapped() const { return *this; }
-  // no row is masked here
   __device__ bool is_real(int64_t, int64_t) const { return true; }
   __device__ Range near(int64_t, int64_t, int64_t count) const { return {0, count}; }
 
   template <class Place, class T, int n>
-  __device__ __forceinline__ void weigh(const Place&, T (&cosine)[n][4]) const {
-    kernel_weights(cosine, tau);
+  __device__ __forceinline__ void weigh(const Place&, const T (&signed_as)[n][4], T (&x)[n][4]) const {
+    kernel_weights<typename Place::Weight>(signed_as, x, tau);
   }
 
-  // dp/dx, 0 where it diverges, or its lower bound (tau / 2) p
+  // dp/dx, 0 where it diverges, or its lower bound (tau / 2) p; both less a constant factor
   template <class Place, class T, int n>
-  __device__ __forceinline__ void slopes(const Place& place, T (&cosine)[n][4], T (&products)[n][4]) const {
+  __device__ __forceinline__ void slopes(const Place& place, const T (&signed_as)[n][4], T (&x)[n][4],
+                                         T (&products)[n][4]) const {
     if (!exact) {
-      weigh(place, cosine);
+      weigh(place, signed_as, x);
 #pragma unroll
-      for (int i = 0; i < n * 4; ++i) products[i / 4][i % 4] *= cosine[i / 4][i % 4] * (tau / T{2});
+      for (int i = 0; i < n * 4; ++i) products[i / 4][i % 4] *= x[i / 4][i % 4];
       return;
     }
     T base[n][4];
 #pragma unroll
     for (int i = 0; i < n * 4; ++i) {
-      base[i / 4][i % 4] = angle_complement(cosine[i / 4][i % 4]);
-      products[i / 4][i % 4] *= inverse_sine(cosine[i / 4][i % 4]) * (tau / static_cast<T>(3.14159265358979323846));
-      cosine[i / 4][i % 4] = base[i / 4][i % 4];
+      base[i / 4][i % 4] = angle_complement<typename Place::Weight>(signed_as[i / 4][i % 4], x[i / 4][i % 4]);
+      products[i / 4][i % 4] *= inverse_sine(x[i / 4][i % 4]);
+      x[i / 4][i % 4] = base[i / 4][i % 4];
     }
-    power(cosine, tau - 1);
+    if (tau > 1) power(x, tau - 1);
 #pragma unroll
     for (int i = 0; i < n * 4; ++i) {
-      products[i / 4][i % 4] *= cosine[i / 4][i % 4];
-      cosine[i / 4][i % 4] *= base[i / 4][i % 4];
+      if (tau == 1) x[i / 4][i % 4] = 1;
+      products[i / 4][i % 4] *= x[i / 4][i % 4];
+      x[i / 4][i % 4] *= base[i / 4][i % 4];
     }
+  }
+  template <class T>
+  __device__ T slope_scale() const {
+    return tau / (exact ? static_cast<T>(3.14159265358979323846) : T{2});
   }
 };
 

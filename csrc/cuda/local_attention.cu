@@ -19,7 +19,9 @@ struct Codes {
 
 // The pairs of positions at most `window` apart, their weights p less the share of equal codes.
 struct NearPairs {
-  static constexpr size_t kScratchBytes = kHashBlock * 2 * kTile * sizeof(int32_t);
+  static constexpr int kSumBlocks = 1;
+  static constexpr bool kMasksRows = true, kPositive = false;
+  static constexpr size_t kScratchRowBytes = kHashBlock * sizeof(int32_t);
   Codes my_codes, other_codes;
   int num_hash, tau;
   int64_t length, window;
@@ -35,7 +37,7 @@ struct NearPairs {
   }
 
   template <class Place, class T, int n>
-  __device__ __forceinline__ void weigh(const Place& place, T (&cosine)[n][4]) const {
+  __device__ __forceinline__ void weigh(const Place& place, const T (&signed_as)[n][4], T (&x)[n][4]) const {
     // one bit for each pair: near, and both rows in a bucket
     uint32_t real = 0;
     int agreeing[n][4] = {};
@@ -63,18 +65,23 @@ struct NearPairs {
         for (int i = 0; i < n * 4; ++i)
           agreeing[i / 4][i % 4] += mine[Place::row(i / 4, i % 4)] == others[Place::other(i / 4, i % 4)];
     }
-    kernel_weights(cosine, tau);
+    kernel_weights<typename Place::Weight>(signed_as, x, tau);
     const T share = T{1} / num_hash;
 #pragma unroll
     for (int i = 0; i < n * 4; ++i)
-      cosine[i / 4][i % 4] = (real >> i & 1) ? cosine[i / 4][i % 4] - agreeing[i / 4][i % 4] * share : 0;
+      x[i / 4][i % 4] = (real >> i & 1) ? x[i / 4][i % 4] - agreeing[i / 4][i % 4] * share : 0;
   }
 
   template <class Place, class T, int n>
-  __device__ __forceinline__ void slopes(const Place& place, T (&cosine)[n][4], T (&products)[n][4]) const {
-    weigh(place, cosine);
+  __device__ __forceinline__ void slopes(const Place& place, const T (&signed_as)[n][4], T (&x)[n][4],
+                                         T (&products)[n][4]) const {
+    weigh(place, signed_as, x);
 #pragma unroll
-    for (int i = 0; i < n * 4; ++i) products[i / 4][i % 4] *= cosine[i / 4][i % 4] * (tau / T{2});
+    for (int i = 0; i < n * 4; ++i) products[i / 4][i % 4] *= x[i / 4][i % 4];
+  }
+  template <class T>
+  __device__ T slope_scale() const {
+    return tau / T{2};
   }
 
   // to [hash, row]; -1 past the end

@@ -44,10 +44,12 @@ __device__ __forceinline__ void load_matrices(uint32_t (&fragment)[4], const voi
 // Two numbers as a pair of T, the first in the low half.
 template <class T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
-  const T pair[2] = {static_cast<T>(low), static_cast<T>(high)};
-  uint32_t bits;
-  memcpy(&bits, pair, sizeof(bits));
-  return bits;
+  uint32_t pair;
+  if constexpr (std::is_same_v<T, BFloat16>)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 
 }  // namespace yoso

@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kSharingThreads, 1)
   const int32_t column = threadIdx.x % pieces * kPieceColumns;
   if (first_column + column < p.Dv)
     for (int32_t row = threadIdx.x / pieces; row < p.M; row += row_step)
-      copy_ahead(shared + row * columns + column, row_at(values + column, row, p.value_bytes), false);
+      copy_ahead<16>(shared + row * columns + column, row_at(values + column, row, p.value_bytes), false);
   wait_for_copies();
   __syncthreads();
 
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(
     const Sum<In>* from = row_at(tables + (clear ? 0 : copied_column), hash * table_size + entry, p.entry_bytes);
 #pragma unroll 1
     for (; entry < table_size; entry += kSharingThreads / kPieces) {
-      copy_ahead(to, from, clear);
+      copy_ahead<16>(to, from, clear);
       to += kSharingThreads * kPieceColumns;
       from = row_at(from, kSharingThreads / kPieces, p.entry_bytes);
     }

@@ -461,7 +461,7 @@ __device__ __forceinline__ void copy_rows(uint32_t lane, Matrix<kColumns> to, co
 #pragma unroll
   for (int i = 0; i < kTile * kPieces / kWarp; ++i) {
     const int r = (i * kWarp + lane) / kPieces;
-    copy_ahead(to.piece(r, piece), row_at(rows, picked.at(first_lane + r), row_bytes), r >= count);
+    copy_ahead<16>(to.piece(r, piece), row_at(rows, picked.at(first_lane + r), row_bytes), r >= count);
   }
 }
 

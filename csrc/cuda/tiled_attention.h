@@ -5,11 +5,18 @@
 // the block's side, "others" those of the other one. What the weights are, and which pairs have any, is for a class of
 // pairs to say:
 //     swapped()                       the pairs with the sides swapped
+//     kScratchRowBytes                shared memory for each row and other of a tile
+//     kSumBlocks                      how many blocks of sums a multiprocessor must have registers for
+//     kMasksRows                      whether rows may have no weight, whatever stands in them
+//     kPositive                       whether no weight is negative
 //     is_real(batch_head, row)        whether a row of mine has any weight
 //     near(first, last, count)        the run of others, of `count`, that my rows first..last need
-//     weigh(place, cosine)            turns cosines into weights
-//     slopes(place, cosine, products) the like, and multiplies products by the slopes of the weights
-// The whole block calls the last two, each thread with n x 4 pairs of a tile, which place says.
+//     weigh(place, signed_as, x)      turns the versines x, 1 less the size of a cosine, into weights; the cosines have
+//                                     the signs of signed_as
+//     slopes(place, signed_as, x, products)
+//                                     the like, and multiplies products by the slopes of the weights
+//     slope_scale()                   what the slopes are to be multiplied by besides
+// The whole block calls weigh and slopes, each thread with n x 4 pairs of a tile, which place says.
 #pragma once
 
 #include "mma.h"
@@ -18,7 +25,7 @@
 namespace yoso {
 namespace {
 
-// rows of a block
+// rows of a block, where nothing else is said
 constexpr int kTile = 64;
 // a row's inverse length where it has no weight, whatever stands in it
 constexpr int kMasked = -1;
@@ -44,13 +51,13 @@ struct Sizes {
 struct Block {
   int64_t batch_head, batch, head, first, last;
 
-  __device__ Block(int64_t heads, int64_t count) {
-    const int64_t tiles = (count + kTile - 1) / kTile;
+  __device__ Block(int64_t heads, int64_t count, int rows = kTile) {
+    const int64_t tiles = (count + rows - 1) / rows;
     batch_head = blockIdx.x / tiles;
     batch = batch_head / heads;
     head = batch_head % heads;
-    first = blockIdx.x % tiles * kTile;
-    last = first + kTile < count ? first + kTile : count;
+    first = blockIdx.x % tiles * rows;
+    last = first + rows < count ? first + rows : count;
   }
 };
 
@@ -60,43 +67,50 @@ __device__ __forceinline__ float quick_sqrt(float x) {
   return root;
 }
 
-// 1 - acos(x) / pi for x clamped to [-1, 1]; not a number where x is none
-__device__ __forceinline__ double angle_complement(double x) {
-  return 1 - acos(x < -1 ? -1 : x > 1 ? 1 : x) / 3.14159265358979323846;
+// Horner's rule, from the highest power.
+__device__ __forceinline__ float polynomial(float, float sum) { return sum; }
+template <class... Others>
+__device__ __forceinline__ float polynomial(float x, float sum, float next, Others... others) {
+  return polynomial(x, sum * x + next, others...);
 }
-// acos(x) / pi = sqrt(1 - x) * polynomial(x) on [0, 1], a minimax fit
-__device__ __forceinline__ float angle_complement(float x) {
-  const float magnitude = fabsf(x), a = magnitude > 1 ? 1 : magnitude;
-  float polynomial = -0.00045883973f;
-  polynomial = polynomial * a + 0.002306306f;
-  polynomial = polynomial * a - 0.0056687873f;
-  polynomial = polynomial * a + 0.009974398f;
-  polynomial = polynomial * a - 0.01601506f;
-  polynomial = polynomial * a + 0.028329346f;
-  polynomial = polynomial * a - 0.06830927f;
-  polynomial = polynomial * a + 0.5f;
-  const float angle = quick_sqrt(1 - a) * polynomial;
-  return x < 0 ? angle : 1 - angle;
+
+// 1 - acos(x) / pi, for x of the sign of `signed_as` and versine 1 - |x|, as precise as W, the type of the weights; not
+// a number where either is none.
+template <class W>
+__device__ __forceinline__ double angle_complement(double signed_as, double versine) {
+  return 0.5 + copysign(asin(1 - versine), signed_as) / 3.14159265358979323846;
+}
+// acos(1 - t) / pi = sqrt(t) * polynomial(t) on [0, 1], minimax fits. t may be negative by rounding: then its size is
+// the error that it has anyhow.
+template <class W>
+__device__ __forceinline__ float angle_complement(float signed_as, float t) {
+  float ratio;
+  if constexpr (std::is_same_v<W, BFloat16>)
+    ratio = polynomial(t, 0.0028314807f, 0.00023319625f, 0.0093952846f, 0.037378907f, 0.45016113f);
+  else if constexpr (std::is_same_v<W, Half>)
+    ratio = polynomial(t, 0.0014137337f, -0.0008178968f, 0.0035374586f, 0.0081703179f, 0.037538614f, 0.45015776f);
+  else
+    ratio = polynomial(t, 0.00040901595f, -0.0007127421f, 0.0011679033f, 0.00040145381f, 0.0026388096f, 0.0084233582f,
+                       0.03751405f, 0.45015815f);
+  // the complement of the angle where x is negative
+  return 0.5f + copysignf(0.5f - quick_sqrt(fabsf(t)) * ratio, signed_as);
 }
 
 // 1 / sqrt(1 - x^2), 0 where it diverges
 template <class T>
-__device__ __forceinline__ T inverse_sine(T x) {
-  const T square = (1 - x) * (1 + x);
+__device__ __forceinline__ T inverse_sine(T versine) {
+  const T square = versine * (2 - versine);
   return square > 0 ? rsqrt(square) : 0;
 }
 
-// x = x^exponent
-template <class T, int n>
-__device__ __forceinline__ void power(T (&x)[n][4], int exponent) {
+// x = x^exponent, where the exponent has `bits` bits below the highest
+template <int bits, class T, int n>
+__device__ __forceinline__ void power_of_bits(T (&x)[n][4], int exponent) {
   T base[n][4];
 #pragma unroll
-  for (int i = 0; i < n * 4; ++i) {
-    base[i / 4][i % 4] = x[i / 4][i % 4];
-    if (exponent == 0) x[i / 4][i % 4] = 1;
-  }
-  // below the highest bit
-  for (int bit = 30 - __clz(exponent); bit >= 0; --bit) {
+  for (int i = 0; i < n * 4; ++i) base[i / 4][i % 4] = x[i / 4][i % 4];
+#pragma unroll
+  for (int bit = bits - 1; bit >= 0; --bit) {
 #pragma unroll
     for (int i = 0; i < n * 4; ++i) x[i / 4][i % 4] *= x[i / 4][i % 4];
     if (exponent >> bit & 1) {
@@ -105,13 +119,28 @@ __device__ __forceinline__ void power(T (&x)[n][4], int exponent) {
     }
   }
 }
-
-// Turns cosines into p(cosine).
+// x = x^exponent, of 1 to 63; without a loop, which would have to copy x
 template <class T, int n>
-__device__ __forceinline__ void kernel_weights(T (&x)[n][4], int tau) {
+__device__ __forceinline__ void power(T (&x)[n][4], int exponent) {
+  if (exponent >= 32)
+    power_of_bits<5>(x, exponent);
+  else if (exponent >= 16)
+    power_of_bits<4>(x, exponent);
+  else if (exponent >= 8)
+    power_of_bits<3>(x, exponent);
+  else if (exponent >= 4)
+    power_of_bits<2>(x, exponent);
+  else if (exponent >= 2)
+    power_of_bits<1>(x, exponent);
+}
+
+// Turns versines, of cosines that have the signs of signed_as, into p(cosine).
+template <class W, class T, int n>
+__device__ __forceinline__ void kernel_weights(const T (&signed_as)[n][4], T (&versines)[n][4], int tau) {
 #pragma unroll
-  for (int i = 0; i < n * 4; ++i) x[i / 4][i % 4] = angle_complement(x[i / 4][i % 4]);
-  power(x, tau);
+  for (int i = 0; i < n * 4; ++i)
+    versines[i / 4][i % 4] = angle_complement<W>(signed_as[i / 4][i % 4], versines[i / 4][i % 4]);
+  power(versines, tau);
 }
 
 template <class In, bool aligned, class Pairs>
@@ -163,8 +192,10 @@ constexpr int kSpan = 16;
 constexpr int kDepth = 16;
 constexpr int kMaxColumns = 256;
 
-// Where a thread's pairs are in a tile, and shared memory for the class of pairs.
+// Where a thread's pairs are in a tile, shared memory for the class of pairs, and what weights are rounded to.
 struct Place {
+  // not at all
+  using Weight = double;
   static constexpr int kRows = kTile, kOthers = kTile, kBlockThreads = kThreads;
   int64_t batch_head, first_row, first_other;
   int32_t* scratch;
@@ -211,9 +242,9 @@ __device__ __forceinline__ void load_tile(T (&to)[kTile][stride], const Rows<con
 
 // out = mine . others
 template <class T, class In>
-__device__ __forceinline__ void multiply_rows(Shared<T>& shared, const Rows<const In>& mine, const Rows<const In>& others,
-                                              const Block& block, int64_t first_other, int64_t columns, bool unit,
-                                              T (&out)[4][4]) {
+__device__ __forceinline__ void multiply_rows(Shared<T>& shared, const Rows<const In>& mine,
+                                              const Rows<const In>& others, const Block& block, int64_t first_other,
+                                              int64_t columns, bool unit, T (&out)[4][4]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) out[i / 4][i % 4] = 0;
   for (int64_t c = 0; c < columns; c += kDepth) {
@@ -229,6 +260,16 @@ __device__ __forceinline__ void multiply_rows(Shared<T>& shared, const Rows<cons
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           out[b][i] += shared.chunks.mine[Place::row(b, i)][d] * shared.chunks.others[Place::other(b, i)][d];
+  }
+}
+
+// 1 - |cosine|, not less than 0.
+template <class T>
+__device__ __forceinline__ void take_versines(const T (&cosines)[4][4], T (&versines)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const T versine = 1 - fabs(cosines[i / 4][i % 4]);
+    versines[i / 4][i % 4] = versine < 0 ? 0 : versine;
   }
 }
 
@@ -267,8 +308,9 @@ __device__ __forceinline__ T span_sum(T x) {
 
 // out = the sum of the others' values by the weights, of length one where there is a place for the inverse lengths
 template <class In, int column_tiles, class Pairs>
-__global__ void __launch_bounds__(kThreads) weighted_sum_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs,
-                                                                Rows<In> out, Accumulator<In>* out_inverse_length) {
+__global__ void __launch_bounds__(kThreads)
+    weighted_sum_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out,
+                        Accumulator<In>* out_inverse_length) {
   using T = Accumulator<In>;
   auto& shared = *shared_memory<Shared<T>>();
   const Block block(sizes.heads, mine.count);
@@ -278,10 +320,11 @@ __global__ void __launch_bounds__(kThreads) weighted_sum_kernel(Side<In> mine, S
   for (int64_t first = range.begin; first < range.end; first += kTile) {
     __syncthreads();
     load_inverse<T, kThreads>(shared.other_inverse, others.inverse_length, block.batch_head, first, others.count);
-    T weights[4][4];
-    multiply_rows(shared, mine.rows, others.rows, block, first, sizes.columns, true, weights);
+    T cosines[4][4], weights[4][4];
+    multiply_rows(shared, mine.rows, others.rows, block, first, sizes.columns, true, cosines);
+    take_versines(cosines, weights);
     const Place place{block.batch_head, block.first, first, reinterpret_cast<int32_t*>(&shared + 1)};
-    pairs.weigh(place, weights);
+    pairs.weigh(place, cosines, weights);
     add_weighted<column_tiles>(shared, weights, others.values, block, first, sizes.value_columns, false, sums);
   }
 #pragma unroll
@@ -319,14 +362,16 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(Side<In> mine, Side<
   for (int64_t first = range.begin; first < range.end; first += kTile) {
     __syncthreads();
     load_inverse<T, kThreads>(shared.other_inverse, others.inverse_length, block.batch_head, first, others.count);
-    T cosine[4][4], products[4][4];
-    multiply_rows(shared, mine.rows, others.rows, block, first, sizes.columns, true, cosine);
+    T cosines[4][4], weights[4][4], products[4][4];
+    multiply_rows(shared, mine.rows, others.rows, block, first, sizes.columns, true, cosines);
+    take_versines(cosines, weights);
     multiply_rows(shared, mine.values, others.values, block, first, sizes.value_columns, false, products);
     const Place place{block.batch_head, block.first, first, reinterpret_cast<int32_t*>(&shared + 1)};
-    pairs.slopes(place, cosine, products);
+    pairs.slopes(place, cosines, weights, products);
     add_weighted<column_tiles>(shared, products, others.rows, block, first, sizes.columns, true, sums);
   }
   __syncthreads();
+  const T scale = pairs.template slope_scale<T>();
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     const int64_t row = block.first + Place::row(b, 0);
@@ -345,101 +390,142 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(Side<In> mine, Side<
       const int64_t column = i / 4 * kTile + Place::other(b, i % 4);
       if (row < mine.count && column < sizes.columns)
         out.at(block.batch, block.head, row)[column] =
-            static_cast<In>(inverse == kMasked ? 0 : (sums[i / 4][b][i % 4] - along * unit(column)) * inverse);
+            static_cast<In>(inverse == kMasked ? 0 : (sums[i / 4][b][i % 4] - along * unit(column)) * inverse * scale);
     }
   }
 }
 
-// 16-bit rows of up to kMaxMmaColumns columns whose pieces of 16 bytes are aligned, on tensor cores: a warp has 16 of the
-// block's rows. The rows' products are those of the rows as they are, scaled afterwards.
-constexpr int kMmaThreads = 128;
+// 16-bit rows of up to kMaxMmaColumns columns whose pieces of 16 bytes are aligned, on tensor cores: a warp has 16 of
+// the block's rows. The rows' products are those of the rows as they are, scaled afterwards.
+constexpr int kWarpRows = 16;
 constexpr int kMaxMmaColumns = 128;
 // 16-bit elements in 16 bytes, which a row in shared memory has more than it needs: against bank conflicts
 constexpr int kPiece = 8;
-// others in a tile; less of them leaves registers for the gradient's sums
-constexpr int kSumOthers = 64;
-constexpr int kGradientOthers = 32;
+// see add_weighted_mma
+constexpr int kFewOthers = 64;
 
 __device__ __forceinline__ int warp_lane() { return threadIdx.x % kWarp; }
 
-template <int others>
+template <class In_, int rows, int others, int columns>
 struct MmaPlace {
-  static constexpr int kRows = kTile, kOthers = others, kBlockThreads = kMmaThreads;
+  using In = In_;
+  using Weight = In;
+  static constexpr int kRows = rows, kOthers = others;
+  static constexpr int kBlockThreads = rows / kWarpRows * kWarp;
+  // of a row in shared memory
+  static constexpr int kStride = columns + kPiece;
+  // those that the threads have at a time
+  static constexpr int kPieces = columns / kPiece, kRowsOfStep = kBlockThreads / kPieces;
   int64_t batch_head, first_row, first_other;
   int32_t* scratch;
 
-  __device__ __forceinline__ static int row(int, int i) { return threadIdx.x / kWarp * 16 + warp_lane() / 4 + i / 2 * 8; }
+  __device__ __forceinline__ static int row(int, int i) {
+    return threadIdx.x / kWarp * kWarpRows + warp_lane() / 4 + i / 2 * 8;
+  }
   __device__ __forceinline__ static int other(int b, int i) { return b * 8 + warp_lane() % 4 * 2 + i % 2; }
 };
-
-// Tiles of rows in shared memory, and room for what the class of pairs needs.
-template <class In, int columns, int others>
-struct MmaShared {
-  static constexpr int kStride = columns + kPiece;
-  In my_rows[kTile * kStride], other_rows[others * kStride], other_values[others * kStride];
-  float my_inverse[kTile], other_inverse[kTile];
-};
+// as many rows and others as leave shared memory to other blocks
 template <class In, int columns>
-struct MmaGradientShared : MmaShared<In, columns, kGradientOthers> {
-  In my_values[kTile * MmaShared<In, columns, kGradientOthers>::kStride];
+using SumPlace = MmaPlace<In, 8192 / columns, 4096 / columns, columns>;
+// and registers to the gradient's sums
+template <class In, int columns>
+using GradientPlace = MmaPlace<In, 64, 32, columns>;
+
+// float16 has few exponents: rows are scaled by the power of two in their inverse length
+template <class In>
+constexpr bool kScalesRows = std::is_same_v<In, Half>;
+
+__device__ __forceinline__ float power_of_two(float inverse) {
+  return inverse > 0 ? __int_as_float(__float_as_int(inverse) & 0x7f800000) : 1;
+}
+
+// Rows in shared memory with their values, or without, and their inverse lengths.
+template <class Place, int count, bool with_values>
+struct MmaTile {
+  using In = typename Place::In;
+  In rows[count * Place::kStride], values[with_values ? count * Place::kStride : kPiece];
+  float inverse[count];
+
+  // Scales what this thread has copied.
+  __device__ __forceinline__ void scale(const Side<In>& side, const Block& block, int64_t first) {
+    const float* inverse_length = side.inverse_length + block.batch_head * side.count;
+    const int row = threadIdx.x / Place::kPieces, column = threadIdx.x % Place::kPieces * kPiece;
+#pragma unroll
+    for (int r = row; r < count; r += Place::kRowsOfStep) {
+      if (first + r >= side.count) break;
+      const float scale = power_of_two(inverse_length[first + r]);
+      In* const piece = rows + r * Place::kStride + column;
+#pragma unroll
+      for (int c = 0; c < kPiece; ++c) piece[c] = static_cast<In>(static_cast<float>(piece[c]) * scale);
+    }
+    if (threadIdx.x < count) inverse[threadIdx.x] /= power_of_two(inverse[threadIdx.x]);
+  }
 };
 
-// The power of two in an inverse length, by which rows of float16, which has few exponents, are scaled.
-template <class In>
-__device__ __forceinline__ float row_scale(float inverse) {
-  if (std::is_same_v<In, Half> && inverse > 0) return __int_as_float(__float_as_int(inverse) & 0x7f800000);
-  return 1;
-}
+// Copies tile after tile of a side, from row `first` on. A thread has some pieces of each, of the same rows.
+template <class Place>
+class MmaReader {
+  using In = typename Place::In;
 
-// Loads the inverse lengths that the rows in shared memory have.
-template <class In>
-__device__ __forceinline__ void load_scaled_inverse(float* to, const Side<In>& side, const Block& block,
-                                                    int64_t first) {
-  load_inverse<float, kMmaThreads>(to, side.inverse_length, block.batch_head, first, side.count);
-  if constexpr (std::is_same_v<In, Half>)
-    // each thread reads what it wrote
-    for (int i = threadIdx.x; i < kTile; i += kMmaThreads) to[i] /= row_scale<In>(to[i]);
-}
+ public:
+  __device__ MmaReader(const Side<In>& side, const Block& block, const Sizes& sizes, int64_t first)
+      : side_(side), left_(static_cast<int>(side.count - first)) {
+    const int row = threadIdx.x / Place::kPieces, column = threadIdx.x % Place::kPieces * kPiece;
+    place_ = row * Place::kStride + column;
+    rows_left_ = (column < sizes.columns ? left_ : 0) - row;
+    values_left_ = (column < sizes.value_columns ? left_ : 0) - row;
+    rows_ = side.rows.at(block.batch, block.head, first + row) + column;
+    values_ = side.values.at(block.batch, block.head, first + row) + column;
+    inverse_length_ = side.inverse_length + block.batch_head * side.count + first;
+  }
 
-// Loads `count` rows, 0 past the last row and column; and where a row has no weight, or is to become a unit row and
-// cannot.
-template <int count, int columns, class In>
-__device__ __forceinline__ void load_pieces(In* to, const Rows<const In>& rows, const Side<In>& side,
-                                            const Block& block, int64_t first, int64_t end, bool unit) {
-  constexpr int kPieces = columns / kPiece;
+  // Starts to copy the next tile; 0 past the last row and column, and where a row has no weight.
+  template <class Pairs, int count, bool with_values>
+  __device__ __forceinline__ void copy(MmaTile<Place, count, with_values>& to) {
 #pragma unroll
-  for (int start = 0; start < count * kPieces; start += kMmaThreads) {
-    const int i = start + threadIdx.x, row = i / kPieces, column = i % kPieces * kPiece;
-    uint4 piece = {};
-    if (first + row < side.count && column < end) {
-      piece = *reinterpret_cast<const uint4*>(rows.at(block.batch, block.head, first + row) + column);
-      const float inverse = side.inverse_length[block.batch_head * side.count + first + row];
-      if (inverse == kMasked || (unit && inverse == 0)) piece = {};
-      if (std::is_same_v<In, Half> && unit) {
-        In elements[kPiece];
-        memcpy(elements, &piece, sizeof(piece));
-#pragma unroll
-        for (int c = 0; c < kPiece; ++c)
-          elements[c] = static_cast<In>(static_cast<float>(elements[c]) * row_scale<In>(inverse));
-        memcpy(&piece, elements, sizeof(piece));
+    for (int r = 0; r < count; r += Place::kRowsOfStep) {
+      const int row = threadIdx.x / Place::kPieces + r;
+      const bool masked = Pairs::kMasksRows && row < left_ && inverse_length_[row] == kMasked;
+      copy_ahead<16>(to.rows + place_ + r * Place::kStride, rows_, masked || r >= rows_left_);
+      rows_ += Place::kRowsOfStep * side_.rows.row_stride;
+      if constexpr (with_values) {
+        copy_ahead<16>(to.values + place_ + r * Place::kStride, values_, masked || r >= values_left_);
+        values_ += Place::kRowsOfStep * side_.values.row_stride;
       }
     }
-    *reinterpret_cast<uint4*>(to + row * (columns + kPiece) + column) = piece;
+    const int i = threadIdx.x;
+    if (i < count) copy_ahead<4>(to.inverse + i, inverse_length_ + i, i >= left_);
+    inverse_length_ += count;
+    left_ -= count;
+    rows_left_ -= count;
+    values_left_ -= count;
   }
-}
+
+ private:
+  const Side<In>& side_;
+  int left_, rows_left_, values_left_, place_;
+  const In *rows_, *values_;
+  const float* inverse_length_;
+};
+
+// The block's rows, and two tiles of others: one is on its way while the other is multiplied.
+template <class Place, bool with_values>
+struct MmaShared {
+  MmaTile<Place, Place::kRows, with_values> mine;
+  MmaTile<Place, Place::kOthers, true> tiles[2];
+};
 
 // out = the warp's rows . others
 template <int columns, class In, int n>
-__device__ __forceinline__ void multiply_mma(const In* mine, const In* others, int64_t end, float (&out)[n][4]) {
+__device__ __forceinline__ void multiply_mma(const In* mine, const In* others, float (&out)[n][4]) {
   constexpr int kStride = columns + kPiece;
   const int lane = warp_lane();
-  mine += (threadIdx.x / kWarp * 16 + lane % 16) * kStride + lane / 16 * 8;
+  mine += (threadIdx.x / kWarp * kWarpRows + lane % 16) * kStride + lane / 16 * 8;
   others += (lane / 16 * 8 + lane % 8) * kStride + lane / 8 % 2 * 8;
 #pragma unroll
   for (int i = 0; i < n * 4; ++i) out[i / 4][i % 4] = 0;
 #pragma unroll
   for (int c = 0; c < columns; c += 16) {
-    if (c >= end) break;
     uint32_t a[4];
     load_matrices<false>(a, mine + c);
 #pragma unroll
@@ -452,50 +538,55 @@ __device__ __forceinline__ void multiply_mma(const In* mine, const In* others, i
   }
 }
 
-// A pair of numbers as the sum of two pairs of T. Rounded to one, a weight errs in all columns alike, and a row whose
-// largest weights do so has a length that is further off than that of a rounded row.
-template <class T>
-__device__ __forceinline__ void split(float x, float y, uint32_t& high, uint32_t& low) {
-  high = pack<T>(x, y);
-  T pair[2];
-  memcpy(pair, &high, sizeof(pair));
-  low = pack<T>(x - static_cast<float>(pair[0]), y - static_cast<float>(pair[1]));
-}
-
-// sums += weights others
+// sums += weights others, with A as multiply_add takes it
 template <int columns, class In, int n>
-__device__ __forceinline__ void add_weighted_mma(const float (&weights)[n][4], const In* others, int64_t end,
-                                                 float (&sums)[columns / 8][4]) {
+__device__ __forceinline__ void add_rounded(const uint32_t (&weights)[n][4], const In* others,
+                                            float (&sums)[columns / 8][4]) {
   constexpr int kStride = columns + kPiece;
   others += warp_lane() % 16 * kStride + warp_lane() / 16 * 8;
 #pragma unroll
-  for (int b = 0; b < n; b += 2) {
-    uint32_t high[4], low[4];
+  for (int c = 0; c < columns; c += 16) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      split<In>(weights[b + i / 2][i % 2 * 2], weights[b + i / 2][i % 2 * 2 + 1], high[i], low[i]);
-#pragma unroll
-    for (int c = 0; c < columns; c += 16) {
-      if (c >= end) break;
+    for (int b = 0; b < n; ++b) {
       uint32_t pair[4];
-      load_matrices<true>(pair, others + b * 8 * kStride + c);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        multiply_add<In>(sums[c / 8 + i], high, {pair[2 * i], pair[2 * i + 1]});
-        multiply_add<In>(sums[c / 8 + i], low, {pair[2 * i], pair[2 * i + 1]});
-      }
+      load_matrices<true>(pair, others + b * 16 * kStride + c);
+      multiply_add<In>(sums[c / 8], weights[b], {pair[0], pair[1]});
+      multiply_add<In>(sums[c / 8 + 1], weights[b], {pair[2], pair[3]});
     }
   }
 }
 
-// The products of rows as cosines.
-template <class Place, class Tiles, int n>
-__device__ __forceinline__ void scale_products(const Tiles& shared, float (&products)[n][4]) {
+// sums += weights others, the weights rounded to 16 bits, which become `rounded`. With few others, also what is rounded
+// off: the errors of many average out, where a single weight's is that of all columns.
+template <int columns, class In, int n>
+__device__ __forceinline__ void add_weighted_mma(const float (&weights)[n][4], const In* others, bool few,
+                                                 float (&sums)[columns / 8][4], uint32_t (&rounded)[n / 2][4]) {
+#pragma unroll
+  for (int i = 0; i < n * 2; ++i)
+    rounded[i / 4][i % 4] = pack<In>(weights[i / 2][i % 2 * 2], weights[i / 2][i % 2 * 2 + 1]);
+  if (few) {
+    uint32_t rest[n / 2][4];
+#pragma unroll
+    for (int i = 0; i < n * 2; ++i) {
+      In pair[2];
+      memcpy(pair, &rounded[i / 4][i % 4], sizeof(pair));
+      const float* exact = &weights[i / 2][i % 2 * 2];
+      rest[i / 4][i % 4] = pack<In>(exact[0] - static_cast<float>(pair[0]), exact[1] - static_cast<float>(pair[1]));
+    }
+    add_rounded<columns>(rest, others, sums);
+  }
+  add_rounded<columns>(rounded, others, sums);
+}
+
+// 1 - |cosine|, of the products of rows.
+template <class Place, int n>
+__device__ __forceinline__ void take_versines(const float (&products)[n][4], const float* my_inverse,
+                                              const float* other_inverse, float (&versines)[n][4]) {
 #pragma unroll
   for (int i = 0; i < n * 4; ++i)
     // one after the other: both together may leave the range of float32
-    products[i / 4][i % 4] = products[i / 4][i % 4] * shared.my_inverse[Place::row(i / 4, i % 4)] *
-                             shared.other_inverse[Place::other(i / 4, i % 4)];
+    versines[i / 4][i % 4] = 1 - fabsf(products[i / 4][i % 4]) * other_inverse[Place::other(i / 4, i % 4)] *
+                                     my_inverse[Place::row(i / 4, i % 4)];
 }
 
 // The sum over the lanes that have columns of the same rows.
@@ -534,7 +625,7 @@ __device__ __forceinline__ void scale_into_range(float (&slopes)[n][4], float (&
 // Stores the thread's part of a row: sums[*][half * 2] and sums[*][half * 2 + 1], scaled.
 template <class In, int n>
 __device__ __forceinline__ void store_row(In* to, const float (&sums)[n][4], int half, float scale, int64_t end) {
-  to += MmaPlace<kTile>::other(0, 0);
+  to += warp_lane() % 4 * 2;
 #pragma unroll
   for (int b = 0; b < n; ++b)
     if (b * 8 < end)
@@ -543,37 +634,71 @@ __device__ __forceinline__ void store_row(In* to, const float (&sums)[n][4], int
 
 // weighted_sum_kernel on tensor cores
 template <class In, int columns, class Pairs>
-__global__ void __launch_bounds__(kMmaThreads) weighted_sum_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes,
-                                                                      Pairs pairs, Rows<In> out,
-                                                                      float* out_inverse_length) {
-  using Place = MmaPlace<kSumOthers>;
-  auto& shared = *shared_memory<MmaShared<In, columns, kSumOthers>>();
-  const Block block(sizes.heads, mine.count);
-  load_scaled_inverse(shared.my_inverse, mine, block, block.first);
-  load_pieces<kTile, columns>(shared.my_rows, mine.rows, mine, block, block.first, sizes.columns, true);
-  float sums[columns / 8][4] = {};
+__global__ void __launch_bounds__(SumPlace<In, columns>::kBlockThreads, Pairs::kSumBlocks)
+    weighted_sum_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out,
+                            float* out_inverse_length) {
+  using Place = SumPlace<In, columns>;
+  constexpr int kOthers = Place::kOthers;
+  auto& shared = *shared_memory<MmaShared<Place, false>>();
+  const Block block(sizes.heads, mine.count, Place::kRows);
   const Range range = pairs.near(block.first, block.last, others.count);
-  for (int64_t first = range.begin; first < range.end; first += kSumOthers) {
-    // those before have been read
-    __syncthreads();
-    load_scaled_inverse(shared.other_inverse, others, block, first);
-    load_pieces<kSumOthers, columns>(shared.other_rows, others.rows, others, block, first, sizes.columns, true);
-    load_pieces<kSumOthers, columns>(shared.other_values, others.values, others, block, first, sizes.value_columns,
-                                     false);
-    __syncthreads();
-    float weights[kSumOthers / 8][4];
-    multiply_mma<columns>(shared.my_rows, shared.other_rows, sizes.columns, weights);
-    scale_products<Place>(shared, weights);
-    const Place place{block.batch_head, block.first, first, reinterpret_cast<int32_t*>(&shared + 1)};
-    pairs.weigh(place, weights);
-#pragma unroll
-    for (int i = 0; i < kSumOthers / 2; ++i) weights[i / 4][i % 4] *= kWeightScale<In>;
-    add_weighted_mma<columns>(weights, shared.other_values, sizes.value_columns, sums);
+  // rows have been counted in 32 bits
+  const int end = static_cast<int>(range.end), count = static_cast<int>(others.count);
+  const int first_row = static_cast<int>(block.first);
+  MmaReader<Place>(mine, block, sizes, block.first).template copy<Pairs>(shared.mine);
+  MmaReader<Place> reader(others, block, sizes, range.begin);
+  reader.template copy<Pairs>(shared.tiles[0]);
+  if constexpr (kScalesRows<In>) {
+    wait_for_copies();
+    shared.mine.scale(mine, block, block.first);
   }
+  float sums[columns / 8][4] = {}, weight_sum[2] = {}, rounded_sum[4] = {};
+  const bool few = count <= kFewOthers;
+  int current = 0;
+  for (int first = static_cast<int>(range.begin); first < end; first += kOthers, current ^= 1) {
+    auto& tile = shared.tiles[current];
+    wait_for_copies();
+    if constexpr (kScalesRows<In>) tile.scale(others, block, first);
+    // for all threads' copies, and until those before have been read
+    __syncthreads();
+    if (first + kOthers < end) reader.template copy<Pairs>(shared.tiles[current ^ 1]);
+    float cosines[kOthers / 8][4], weights[kOthers / 8][4];
+    multiply_mma<columns>(shared.mine.rows, tile.rows, cosines);
+    take_versines<Place>(cosines, shared.mine.inverse, tile.inverse, weights);
+    const Place place{block.batch_head, first_row, first, reinterpret_cast<int32_t*>(&shared + 1)};
+    pairs.weigh(place, cosines, weights);
+    if (first + kOthers > count) {
+      // a branch, not so many selections in every tile
+      asm volatile("");
+#pragma unroll
+      for (int i = 0; i < kOthers / 2; ++i)
+        if (first + Place::other(i / 4, i % 4) >= count) weights[i / 4][i % 4] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kOthers / 2; ++i) {
+      weights[i / 4][i % 4] *= kWeightScale<In>;
+      weight_sum[i % 4 / 2] += weights[i / 4][i % 4];
+    }
+    uint32_t rounded[kOthers / 16][4];
+    add_weighted_mma<columns>(weights, tile.values, few, sums, rounded);
+    if constexpr (Pairs::kPositive) {
+      const uint32_t ones = pack<In>(1, 1);
+#pragma unroll
+      for (int b = 0; b < kOthers / 16; ++b) multiply_add<In>(rounded_sum, rounded[b], {ones, ones});
+    }
+  }
+  wait_for_copies();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t row = block.first + Place::row(0, half * 2);
+    const int row = first_row + Place::row(0, half * 2);
     float scale = 1 / kWeightScale<In>;
+    if constexpr (Pairs::kPositive) {
+      // what the weights' rounding has in common: with equal keys, all of it
+      const float weight = quad_sum(weight_sum[half]), rounded = rounded_sum[half * 2];
+      const float ratio = !few && rounded > 0 ? weight / rounded : 1;
+#pragma unroll
+      for (int i = 0; i < columns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= ratio;
+    }
     if (out_inverse_length != nullptr) {
       float square = 0;
 #pragma unroll
@@ -593,52 +718,62 @@ __global__ void __launch_bounds__(kMmaThreads) weighted_sum_mma_kernel(Side<In> 
 
 // gradient_kernel on tensor cores; with the gradient of my values too, where there is a place for it
 template <class In, int columns, bool with_values, class Pairs>
-__global__ void __launch_bounds__(kMmaThreads) gradient_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes,
-                                                                   Pairs pairs, Rows<In> out, Rows<In> out_values) {
-  using Place = MmaPlace<kGradientOthers>;
-  auto& shared = *shared_memory<MmaGradientShared<In, columns>>();
-  const Block block(sizes.heads, mine.count);
-  load_scaled_inverse(shared.my_inverse, mine, block, block.first);
-  load_pieces<kTile, columns>(shared.my_rows, mine.rows, mine, block, block.first, sizes.columns, true);
-  load_pieces<kTile, columns>(shared.my_values, mine.values, mine, block, block.first, sizes.value_columns, false);
+__global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads)
+    gradient_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out, Rows<In> out_values) {
+  using Place = GradientPlace<In, columns>;
+  constexpr int kOthers = Place::kOthers;
+  auto& shared = *shared_memory<MmaShared<Place, true>>();
+  const Block block(sizes.heads, mine.count, Place::kRows);
+  const Range range = pairs.near(block.first, block.last, others.count);
+  // rows have been counted in 32 bits
+  const int end = static_cast<int>(range.end), count = static_cast<int>(others.count);
+  const int first_row = static_cast<int>(block.first);
+  MmaReader<Place>(mine, block, sizes, block.first).template copy<Pairs>(shared.mine);
+  MmaReader<Place> reader(others, block, sizes, range.begin);
+  reader.template copy<Pairs>(shared.tiles[0]);
+  if constexpr (kScalesRows<In>) {
+    wait_for_copies();
+    shared.mine.scale(mine, block, block.first);
+  }
   float sums[columns / 8][4] = {}, value_sums[with_values ? columns / 8 : 1][4] = {};
   // the largest power of two, since nothing was added yet
   float scale[2] = {0x1p127f, 0x1p127f};
-  const Range range = pairs.near(block.first, block.last, others.count);
-  for (int64_t first = range.begin; first < range.end; first += kGradientOthers) {
-    // those before have been read
+  const bool few = count <= kFewOthers;
+  int current = 0;
+  for (int first = static_cast<int>(range.begin); first < end; first += kOthers, current ^= 1) {
+    auto& tile = shared.tiles[current];
+    wait_for_copies();
+    if constexpr (kScalesRows<In>) tile.scale(others, block, first);
+    // for all threads' copies, and until those before have been read
     __syncthreads();
-    load_scaled_inverse(shared.other_inverse, others, block, first);
-    load_pieces<kGradientOthers, columns>(shared.other_rows, others.rows, others, block, first, sizes.columns, true);
-    load_pieces<kGradientOthers, columns>(shared.other_values, others.values, others, block, first,
-                                          sizes.value_columns, false);
-    __syncthreads();
-    float weights[kGradientOthers / 8][4], products[kGradientOthers / 8][4];
-    multiply_mma<columns>(shared.my_rows, shared.other_rows, sizes.columns, weights);
-    scale_products<Place>(shared, weights);
-    multiply_mma<columns>(shared.my_values, shared.other_values, sizes.value_columns, products);
-    const Place place{block.batch_head, block.first, first, reinterpret_cast<int32_t*>(&shared + 1)};
-    pairs.slopes(place, weights, products);
+    if (first + kOthers < end) reader.template copy<Pairs>(shared.tiles[current ^ 1]);
+    float cosines[kOthers / 8][4], weights[kOthers / 8][4], products[kOthers / 8][4];
+    multiply_mma<columns>(shared.mine.rows, tile.rows, cosines);
+    take_versines<Place>(cosines, shared.mine.inverse, tile.inverse, weights);
+    multiply_mma<columns>(shared.mine.values, tile.values, products);
+    const Place place{block.batch_head, first_row, first, reinterpret_cast<int32_t*>(&shared + 1)};
+    pairs.slopes(place, cosines, weights, products);
 #pragma unroll
-    for (int i = 0; i < kGradientOthers / 2; ++i) {
-      products[i / 4][i % 4] *= shared.other_inverse[Place::other(i / 4, i % 4)];
+    for (int i = 0; i < kOthers / 2; ++i) {
+      products[i / 4][i % 4] *= tile.inverse[Place::other(i / 4, i % 4)];
       weights[i / 4][i % 4] *= kWeightScale<In>;
     }
     if constexpr (std::is_same_v<In, Half>) scale_into_range(products, scale, sums);
-    add_weighted_mma<columns>(products, shared.other_rows, sizes.columns, sums);
-    if constexpr (with_values)
-      add_weighted_mma<columns>(weights, shared.other_values, sizes.value_columns, value_sums);
+    uint32_t rounded[kOthers / 16][4];
+    add_weighted_mma<columns>(products, tile.rows, few, sums, rounded);
+    if constexpr (with_values) add_weighted_mma<columns>(weights, tile.values, few, value_sums, rounded);
   }
+  wait_for_copies();
   __syncthreads();
+  const float slope_scale = pairs.template slope_scale<float>();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int tile_row = Place::row(0, half * 2);
-    const float inverse = shared.my_inverse[tile_row];
-    const In* from = shared.my_rows + tile_row * shared.kStride + Place::other(0, 0);
-    if constexpr (std::is_same_v<In, Half>) {
+    const float inverse = shared.mine.inverse[tile_row];
+    const In* from = shared.mine.rows + tile_row * Place::kStride + Place::other(0, 0);
+    const float factor = std::is_same_v<In, Half> ? slope_scale / scale[half] : slope_scale;
 #pragma unroll
-      for (int i = 0; i < columns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= 1 / scale[half];
-    }
+    for (int i = 0; i < columns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= factor;
     float along = 0;
 #pragma unroll
     for (int i = 0; i < columns / 4; ++i)
@@ -647,7 +782,7 @@ __global__ void __launch_bounds__(kMmaThreads) gradient_mma_kernel(Side<In> mine
 #pragma unroll
     for (int i = 0; i < columns / 4; ++i)
       sums[i / 2][half * 2 + i % 2] -= along * (static_cast<float>(from[i / 2 * 8 + i % 2]) * inverse);
-    const int64_t row = block.first + tile_row;
+    const int row = first_row + tile_row;
     if (row < mine.count) {
       store_row(out.at(block.batch, block.head, row), sums, half,
                 mine.inverse_length[block.batch_head * mine.count + row], sizes.columns);
@@ -679,27 +814,27 @@ class Launcher {
                     Accumulator<In>* out_inverse_length) const {
     if (suits_mma(mine) && suits_mma(others))
       with_mma_columns([&](auto columns) {
-        launch_tiles(weighted_sum_mma_kernel<In, columns(), Pairs>, kMmaThreads,
-                     sizeof(MmaShared<In, columns(), kSumOthers>), mine, others, pairs, mutable_rows_of<In>(out),
-                     out_inverse_length);
+        using Place = SumPlace<In, columns()>;
+        launch_tiles<Place, MmaShared<Place, false>>(weighted_sum_mma_kernel<In, columns(), Pairs>, mine, others, pairs,
+                                                     mutable_rows_of<In>(out), out_inverse_length);
       });
     else
-      launch_tiles(columns_ <= kTile ? weighted_sum_kernel<In, 1, Pairs>
-                                     : weighted_sum_kernel<In, kMaxColumns / kTile, Pairs>,
-                   kThreads, sizeof(Shared<Accumulator<In>>), mine, others, pairs, mutable_rows_of<In>(out),
-                   out_inverse_length);
+      launch_tiles<Place, Shared<Accumulator<In>>>(
+          columns_ <= kTile ? weighted_sum_kernel<In, 1, Pairs> : weighted_sum_kernel<In, kMaxColumns / kTile, Pairs>,
+          mine, others, pairs, mutable_rows_of<In>(out), out_inverse_length);
   }
 
   void gradient(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out) const {
     if (suits_mma(mine) && suits_mma(others))
       with_mma_columns([&](auto columns) {
-        launch_tiles(gradient_mma_kernel<In, columns(), false, Pairs>, kMmaThreads,
-                     sizeof(MmaGradientShared<In, columns()>), mine, others, pairs, mutable_rows_of<In>(out),
-                     Rows<In>{});
+        using Place = GradientPlace<In, columns()>;
+        launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<In, columns(), false, Pairs>, mine, others,
+                                                    pairs, mutable_rows_of<In>(out), Rows<In>{});
       });
     else
-      launch_tiles(columns_ <= kTile ? gradient_kernel<In, 1, Pairs> : gradient_kernel<In, kMaxColumns / kTile, Pairs>,
-                   kThreads, sizeof(Shared<Accumulator<In>>), mine, others, pairs, mutable_rows_of<In>(out));
+      launch_tiles<Place, Shared<Accumulator<In>>>(
+          columns_ <= kTile ? gradient_kernel<In, 1, Pairs> : gradient_kernel<In, kMaxColumns / kTile, Pairs>, mine,
+          others, pairs, mutable_rows_of<In>(out));
   }
 
   // of my rows and values
@@ -708,9 +843,9 @@ class Launcher {
     if (suits_mma(mine) && suits_mma(others)) {
       // computes the weights once for both
       with_mma_columns([&](auto columns) {
-        launch_tiles(gradient_mma_kernel<In, columns(), true, Pairs>, kMmaThreads,
-                     sizeof(MmaGradientShared<In, columns()>), mine, others, pairs, mutable_rows_of<In>(out),
-                     mutable_rows_of<In>(out_values));
+        using Place = GradientPlace<In, columns()>;
+        launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<In, columns(), true, Pairs>, mine, others,
+                                                    pairs, mutable_rows_of<In>(out), mutable_rows_of<In>(out_values));
       });
     } else {
       gradient(mine, others, pairs, out);
@@ -741,11 +876,12 @@ class Launcher {
     }
   }
 
-  template <class Kernel, class... Outputs>
-  void launch_tiles(Kernel* kernel, int threads, size_t tile_bytes, const Side<In>& mine, const Side<In>& others,
-                    const Pairs& pairs, const Outputs&... outputs) const {
-    launch(device_, kernel, batches_ * sizes_.heads * divide_up(mine.count, kTile), threads,
-           tile_bytes + Pairs::kScratchBytes, mine, others, sizes_, pairs, outputs...);
+  template <class Place, class Shared, class Kernel, class... Outputs>
+  void launch_tiles(Kernel* kernel, const Side<In>& mine, const Side<In>& others, const Pairs& pairs,
+                    const Outputs&... outputs) const {
+    const size_t scratch_bytes = Pairs::kScratchRowBytes * (Place::kRows + Place::kOthers);
+    launch(device_, kernel, batches_ * sizes_.heads * divide_up(mine.count, Place::kRows), Place::kBlockThreads,
+           sizeof(Shared) + scratch_bytes, mine, others, sizes_, pairs, outputs...);
   }
 
   const Device& device_;

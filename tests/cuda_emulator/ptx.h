@@ -59,10 +59,12 @@ PTX_INLINE uint64_t to_shared(uint64_t address) {
   return address - reinterpret_cast<uint64_t>(emulator::shared_memory);
 }
 
+template <unsigned bytes>
 inline void copy_ahead(uint32_t to, uint64_t from, uint32_t bytes_read, const char* place) {
-  if (bytes_read != 0 && bytes_read != 16) emulator::fail("a copy of some of 16 bytes", place);
-  auto* target = shared_at<unsigned char, 16, Access::kWriteUntilWaitedFor>(to, place);
-  emulator::copy_ahead(target, reinterpret_cast<const unsigned char*>(from), bytes_read == 0, place);
+  if (bytes_read != 0 && bytes_read != bytes) emulator::fail("a copy of a part", place);
+  auto* target = shared_at<unsigned char, bytes, Access::kWriteUntilWaitedFor>(to, place);
+  const auto* source = bytes_read == 0 ? nullptr : reinterpret_cast<const unsigned char*>(from);
+  emulator::copy_ahead({target, source, bytes, place});
 }
 
 // Numbers.
@@ -97,6 +99,11 @@ template <class T>
 PTX_INLINE T absolute(T x) {
   if constexpr (std::is_floating_point_v<T>) return std::fabs(x);
   return x < 0 ? -x : x;
+}
+// y with the sign of x
+template <class T>
+PTX_INLINE T copy_sign(T x, T y) {
+  return std::copysign(y, x);
 }
 template <class T>
 PTX_INLINE T fused_multiply_add(T x, T y, T z) {

@@ -146,19 +146,19 @@ void look_at(Access access, const void* address, size_t bytes, const char* place
   watcher->on_access(access, address, bytes, place);
 }
 
-void copy_ahead(unsigned char* to, const unsigned char* from, bool clear, const char* place) {
-  if (reinterpret_cast<uintptr_t>(from) % 16 != 0) fail("an address that is not aligned", place);
-  block.thread().copies.push_back({to, clear ? nullptr : from, place});
+void copy_ahead(const Copy& copy) {
+  if (reinterpret_cast<uintptr_t>(copy.from) % copy.bytes != 0) fail("an address that is not aligned", copy.place);
+  block.thread().copies.push_back(copy);
 }
 
 void finish_copies() {
   for (const Copy& copy : block.thread().copies) {
-    look_at(Access::kWrite, copy.to, 16, copy.place);
+    look_at(Access::kWrite, copy.to, copy.bytes, copy.place);
     if (copy.from == nullptr) {
-      std::memset(copy.to, 0, 16);
+      std::memset(copy.to, 0, copy.bytes);
     } else {
-      look_at(Access::kRead, copy.from, 16, copy.place);
-      std::memcpy(copy.to, copy.from, 16);
+      look_at(Access::kRead, copy.from, copy.bytes, copy.place);
+      std::memcpy(copy.to, copy.from, copy.bytes);
     }
   }
   block.thread().copies.clear();

@@ -51,10 +51,11 @@ struct Warp {
   alignas(64) unsigned char slots[32][64];
 };
 
-// 16 bytes for shared memory; zeros where there is nothing to read from.
+// 4, 8 or 16 bytes for shared memory; zeros where there is nothing to read from.
 struct Copy {
   unsigned char* to;
   const unsigned char* from;
+  unsigned bytes;
   const char* place;
 };
 
@@ -168,8 +169,8 @@ auto exchange(uint32_t mask, int operation, const T& value, const F& f) {
 inline void wait_for_launches_before() { block.thread().launches_before_ended = true; }
 // Checks an access to memory, and shows it to the watcher.
 void look_at(Access access, const void* address, size_t bytes, const char* place);
-// Sends 16 bytes, or zeros, on their way to shared memory. They are there after finish_copies, and may be earlier.
-void copy_ahead(unsigned char* to, const unsigned char* from, bool clear, const char* place);
+// Sends a copy on its way. It is there after finish_copies, and may be earlier.
+void copy_ahead(const Copy& copy);
 void finish_copies();
 
 }  // namespace emulator

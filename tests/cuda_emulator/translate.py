@@ -30,7 +30,7 @@ COMPARISONS |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 FUNCTIONS = {"div": "quotient", "rem": "remainder", "min": "minimum", "max": "maximum", "abs": "absolute"}
 FUNCTIONS |= {"not": "complement", "sqrt": "square_root", "rcp": "reciprocal", "rsqrt": "reciprocal_square_root"}
 FUNCTIONS |= {"popc": "count_ones", "clz": "count_leading_zeros", "brev": "reverse_bits"}
-FUNCTIONS |= {"neg": "negative", "fma": "fused_multiply_add"}
+FUNCTIONS |= {"neg": "negative", "fma": "fused_multiply_add", "copysign": "copy_sign"}
 # what stands for itself; launches run one after the other, so that what lets the next one start does nothing
 WHOLE = {
     "ret": "return;",
@@ -119,8 +119,8 @@ class Function:
             return
         guard = re.match(r"@(!?)(%?\w+) ", text)
         code = self.instruction(text[guard.end() :] if guard else text)
-        # ptxas leaves moves out, and takes parameters as operands
-        self.stretches[-1] += re.match(r"mov|cvta|ld\.param", text) is None
+        # ptxas leaves moves out, and takes parameters, sizes and negatives as operands
+        self.stretches[-1] += re.match(r"mov|cvta|ld\.param|(abs|neg)\.f", text) is None
         self.lines.append(f"if ({guard[1]}{variable(guard[2])}) {{ {code} }}" if guard else code)
         if code.startswith("goto"):
             self.start_stretch()
@@ -267,6 +267,10 @@ class Function:
         if not {*how} <= {*ROUNDINGS, "ftz"}:
             return None
         rounding = next((f"Rounding::{name}" for name in ROUNDINGS if name in how), "Rounding::none")
+        if to.endswith("x2"):
+            # the first is the upper half
+            halves = [f"convert<{TYPES[to[:-2]]}, {rounding}>({self.value(x, TYPES[source])})" for x in operands[1:]]
+            return self.assign(operands[0], f"join<uint32_t, uint16_t>({halves[1]}, {halves[0]})", "uint32_t")
         stored = {"f16": "uint16_t", "bf16": "uint16_t"}.get(to, TYPES[to])
         x = self.value(operands[1], TYPES[source])
         return self.assign(operands[0], f"convert<{TYPES[to]}, {rounding}>({x})", stored)
@@ -348,12 +352,13 @@ class Function:
         return f"emulator::wait_warp({lanes});" if modifiers == ["warp", "sync"] else None
 
     def cp_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
-        if modifiers != ["async", "cg", "shared", "global"] or operands[2] != "16":
+        sizes = {"cg": ("16",), "ca": ("4", "8", "16")}.get(modifiers[1], ())
+        if modifiers != ["async", modifiers[1], "shared", "global"] or operands[2] not in sizes:
             return None
         to, source = (operand.strip("[]") for operand in operands[:2])
-        bytes_read = self.value(operands[3] if len(operands) > 3 else "16", "uint32_t")
+        bytes_read = self.value(operands[3] if len(operands) > 3 else operands[2], "uint32_t")
         arguments = f"{self.value(to, 'uint32_t')}, {self.value(source, 'uint64_t')}, {bytes_read}"
-        return f"copy_ahead({arguments}, {self.place});"
+        return f"copy_ahead<{operands[2]}>({arguments}, {self.place});"
 
     def shfl_instruction(self, modifiers: list[str], operands: list[str]) -> str:
         to, _, valid = operands[0].partition("|")
