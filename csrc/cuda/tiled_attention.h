@@ -515,6 +515,35 @@ struct MmaShared {
   MmaTile<Place, Place::kOthers, true> tiles[2];
 };
 
+// Copies the block's rows, and one tile of others after the other, for which it calls use(first, tile).
+template <class Pairs, class Place, bool with_values, class In, class Use>
+__device__ __forceinline__ void for_tiles(MmaShared<Place, with_values>& shared, const Side<In>& mine,
+                                          const Side<In>& others, const Block& block, const Sizes& sizes,
+                                          const Range& range, const Use& use) {
+  MmaReader<Place>(mine, block, sizes, block.first).template copy<Pairs>(shared.mine);
+  MmaReader<Place> reader(others, block, sizes, range.begin);
+  reader.template copy<Pairs>(shared.tiles[0]);
+  if constexpr (kScalesRows<In>) {
+    wait_for_copies();
+    shared.mine.scale(mine, block, block.first);
+  }
+  // rows have been counted in 32 bits
+  const int end = static_cast<int>(range.end);
+  int current = 0;
+  for (int first = static_cast<int>(range.begin); first < end; first += Place::kOthers, current ^= 1) {
+    auto& tile = shared.tiles[current];
+    wait_for_copies();
+    if constexpr (kScalesRows<In>) tile.scale(others, block, first);
+    // for all threads' copies, and until those before have been read
+    __syncthreads();
+    if (first + Place::kOthers < end) reader.template copy<Pairs>(shared.tiles[current ^ 1]);
+    use(first, tile);
+  }
+  // where there was no other
+  wait_for_copies();
+  __syncthreads();
+}
+
 // out = the warp's rows . others
 template <int columns, class In, int n>
 __device__ __forceinline__ void multiply_mma(const In* mine, const In* others, float (&out)[n][4]) {
@@ -642,26 +671,10 @@ __global__ void __launch_bounds__(SumPlace<In, columns>::kBlockThreads, Pairs::k
   auto& shared = *shared_memory<MmaShared<Place, false>>();
   const Block block(sizes.heads, mine.count, Place::kRows);
   const Range range = pairs.near(block.first, block.last, others.count);
-  // rows have been counted in 32 bits
-  const int end = static_cast<int>(range.end), count = static_cast<int>(others.count);
-  const int first_row = static_cast<int>(block.first);
-  MmaReader<Place>(mine, block, sizes, block.first).template copy<Pairs>(shared.mine);
-  MmaReader<Place> reader(others, block, sizes, range.begin);
-  reader.template copy<Pairs>(shared.tiles[0]);
-  if constexpr (kScalesRows<In>) {
-    wait_for_copies();
-    shared.mine.scale(mine, block, block.first);
-  }
+  const int count = static_cast<int>(others.count), first_row = static_cast<int>(block.first);
   float sums[columns / 8][4] = {}, weight_sum[2] = {}, rounded_sum[4] = {};
   const bool few = count <= kFewOthers;
-  int current = 0;
-  for (int first = static_cast<int>(range.begin); first < end; first += kOthers, current ^= 1) {
-    auto& tile = shared.tiles[current];
-    wait_for_copies();
-    if constexpr (kScalesRows<In>) tile.scale(others, block, first);
-    // for all threads' copies, and until those before have been read
-    __syncthreads();
-    if (first + kOthers < end) reader.template copy<Pairs>(shared.tiles[current ^ 1]);
+  for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](int first, const auto& tile) {
     float cosines[kOthers / 8][4], weights[kOthers / 8][4];
     multiply_mma<columns>(shared.mine.rows, tile.rows, cosines);
     take_versines<Place>(cosines, shared.mine.inverse, tile.inverse, weights);
@@ -686,8 +699,7 @@ __global__ void __launch_bounds__(SumPlace<In, columns>::kBlockThreads, Pairs::k
 #pragma unroll
       for (int b = 0; b < kOthers / 16; ++b) multiply_add<In>(rounded_sum, rounded[b], {ones, ones});
     }
-  }
-  wait_for_copies();
+  });
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = first_row + Place::row(0, half * 2);
@@ -725,28 +737,12 @@ __global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads)
   auto& shared = *shared_memory<MmaShared<Place, true>>();
   const Block block(sizes.heads, mine.count, Place::kRows);
   const Range range = pairs.near(block.first, block.last, others.count);
-  // rows have been counted in 32 bits
-  const int end = static_cast<int>(range.end), count = static_cast<int>(others.count);
-  const int first_row = static_cast<int>(block.first);
-  MmaReader<Place>(mine, block, sizes, block.first).template copy<Pairs>(shared.mine);
-  MmaReader<Place> reader(others, block, sizes, range.begin);
-  reader.template copy<Pairs>(shared.tiles[0]);
-  if constexpr (kScalesRows<In>) {
-    wait_for_copies();
-    shared.mine.scale(mine, block, block.first);
-  }
+  const int count = static_cast<int>(others.count), first_row = static_cast<int>(block.first);
   float sums[columns / 8][4] = {}, value_sums[with_values ? columns / 8 : 1][4] = {};
   // the largest power of two, since nothing was added yet
   float scale[2] = {0x1p127f, 0x1p127f};
   const bool few = count <= kFewOthers;
-  int current = 0;
-  for (int first = static_cast<int>(range.begin); first < end; first += kOthers, current ^= 1) {
-    auto& tile = shared.tiles[current];
-    wait_for_copies();
-    if constexpr (kScalesRows<In>) tile.scale(others, block, first);
-    // for all threads' copies, and until those before have been read
-    __syncthreads();
-    if (first + kOthers < end) reader.template copy<Pairs>(shared.tiles[current ^ 1]);
+  for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](int first, const auto& tile) {
     float cosines[kOthers / 8][4], weights[kOthers / 8][4], products[kOthers / 8][4];
     multiply_mma<columns>(shared.mine.rows, tile.rows, cosines);
     take_versines<Place>(cosines, shared.mine.inverse, tile.inverse, weights);
@@ -762,9 +758,7 @@ __global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads)
     uint32_t rounded[kOthers / 16][4];
     add_weighted_mma<columns>(products, tile.rows, few, sums, rounded);
     if constexpr (with_values) add_weighted_mma<columns>(weights, tile.values, few, value_sums, rounded);
-  }
-  wait_for_copies();
-  __syncthreads();
+  });
   const float slope_scale = pairs.template slope_scale<float>();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
