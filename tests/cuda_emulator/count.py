@@ -6,8 +6,9 @@
 
 For yoso_attention with bfloat16, forward and backward, of one head; the numbers are those of all heads. Of what a
 block reads, every 32 bytes count once, as if the first-level cache kept them; instructions are those of PTX but for
-moves and what becomes part of an operand, of warps whose lanes stay together. Milliseconds are the bytes read, written and added over the speed of the second-level cache,
-and the instructions over what all multiprocessors start: what a kernel needs that nothing else holds up.
+moves and what becomes part of an operand, of warps whose lanes stay together. Milliseconds are the bytes read, written
+and added over the speed of the second-level cache, and the instructions over what all multiprocessors start: what a
+kernel needs that nothing else holds up.
 """
 
 import argparse
