@@ -5,9 +5,8 @@ namespace yoso {
 namespace {
 
 struct AllPairs {
-  static constexpr int kSumBlocks = 2;
   static constexpr bool kMasksRows = false, kPositive = true;
-  static constexpr size_t kScratchRowBytes = 0;
+  static constexpr int kSumOthers = 64;
   int tau;
   bool exact;
 

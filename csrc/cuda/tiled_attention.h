@@ -5,8 +5,7 @@
 // the block's side, "others" those of the other one. What the weights are, and which pairs have any, is for a class of
 // pairs to say:
 //     swapped()                       the pairs with the sides swapped
-//     kScratchRowBytes                shared memory for each row and other of a tile
-//     kSumBlocks                      how many blocks of sums a multiprocessor must have registers for
+//     kSumOthers                      others in a tile of up to 64 columns, by the registers that weigh takes
 //     kMasksRows                      whether rows may have no weight, whatever stands in them
 //     kPositive                       whether no weight is negative
 //     is_real(batch_head, row)        whether a row of mine has any weight
@@ -16,7 +15,8 @@
 //     slopes(place, signed_as, x, products)
 //                                     the like, and multiplies products by the slopes of the weights
 //     slope_scale()                   what the slopes are to be multiplied by besides
-// The whole block calls weigh and slopes, each thread with n x 4 pairs of a tile, which place says.
+// A thread calls weigh and slopes with n x 4 pairs of a tile, which place says; rows without a weight, and places past
+// the last row, may get any.
 #pragma once
 
 #include "mma.h"
@@ -187,18 +187,19 @@ Tensor inverse_lengths(const Device& device, const Tensor& rows, const Pairs& pa
 
 // Any dtype and size: a thread has 4 x 4 pairs of a tile, and as many elements of every kTile columns of the sums.
 constexpr int kThreads = 256;
+// that a multiprocessor has room for: with two, registers would be spilled
+constexpr int kBlocks = 1;
 constexpr int kSpan = 16;
 // columns that are multiplied between loads
 constexpr int kDepth = 16;
 constexpr int kMaxColumns = 256;
 
-// Where a thread's pairs are in a tile, shared memory for the class of pairs, and what weights are rounded to.
+// Where a thread's pairs are in a tile, and what weights are rounded to.
 struct Place {
   // not at all
   using Weight = double;
   static constexpr int kRows = kTile, kOthers = kTile, kBlockThreads = kThreads;
   int64_t batch_head, first_row, first_other;
-  int32_t* scratch;
 
   __device__ __forceinline__ static int row(int b, int) { return threadIdx.x / kSpan + kSpan * b; }
   __device__ __forceinline__ static int other(int, int i) { return threadIdx.x % kSpan + kSpan * i; }
@@ -308,7 +309,7 @@ __device__ __forceinline__ T span_sum(T x) {
 
 // out = the sum of the others' values by the weights, of length one where there is a place for the inverse lengths
 template <class In, int column_tiles, class Pairs>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     weighted_sum_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out,
                         Accumulator<In>* out_inverse_length) {
   using T = Accumulator<In>;
@@ -323,14 +324,16 @@ __global__ void __launch_bounds__(kThreads)
     T cosines[4][4], weights[4][4];
     multiply_rows(shared, mine.rows, others.rows, block, first, sizes.columns, true, cosines);
     take_versines(cosines, weights);
-    const Place place{block.batch_head, block.first, first, reinterpret_cast<int32_t*>(&shared + 1)};
+    const Place place{block.batch_head, block.first, first};
     pairs.weigh(place, cosines, weights);
     add_weighted<column_tiles>(shared, weights, others.values, block, first, sizes.value_columns, false, sums);
   }
+  // where there was no other
+  __syncthreads();
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     const int64_t row = block.first + Place::row(b, 0);
-    T scale = 1;
+    T scale = shared.my_inverse[Place::row(b, 0)] == kMasked ? 0 : 1;
     if (out_inverse_length != nullptr) {
       T square = 0;
 #pragma unroll
@@ -351,8 +354,8 @@ __global__ void __launch_bounds__(kThreads)
 // out = the gradient of my rows: the sum of the others' unit rows by slope times product of values, taken through the
 // scaling of my rows to length one
 template <class In, int column_tiles, class Pairs>
-__global__ void __launch_bounds__(kThreads) gradient_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs,
-                                                            Rows<In> out) {
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    gradient_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out) {
   using T = Accumulator<In>;
   auto& shared = *shared_memory<Shared<T>>();
   const Block block(sizes.heads, mine.count);
@@ -366,7 +369,7 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(Side<In> mine, Side<
     multiply_rows(shared, mine.rows, others.rows, block, first, sizes.columns, true, cosines);
     take_versines(cosines, weights);
     multiply_rows(shared, mine.values, others.values, block, first, sizes.value_columns, false, products);
-    const Place place{block.batch_head, block.first, first, reinterpret_cast<int32_t*>(&shared + 1)};
+    const Place place{block.batch_head, block.first, first};
     pairs.slopes(place, cosines, weights, products);
     add_weighted<column_tiles>(shared, products, others.rows, block, first, sizes.columns, true, sums);
   }
@@ -417,7 +420,6 @@ struct MmaPlace {
   // those that the threads have at a time
   static constexpr int kPieces = columns / kPiece, kRowsOfStep = kBlockThreads / kPieces;
   int64_t batch_head, first_row, first_other;
-  int32_t* scratch;
 
   __device__ __forceinline__ static int row(int, int i) {
     return threadIdx.x / kWarp * kWarpRows + warp_lane() / 4 + i / 2 * 8;
@@ -425,8 +427,8 @@ struct MmaPlace {
   __device__ __forceinline__ static int other(int b, int i) { return b * 8 + warp_lane() % 4 * 2 + i % 2; }
 };
 // as many rows and others as leave shared memory to other blocks
-template <class In, int columns>
-using SumPlace = MmaPlace<In, 8192 / columns, 4096 / columns, columns>;
+template <class In, int columns, class Pairs>
+using SumPlace = MmaPlace<In, 8192 / columns, Pairs::kSumOthers * 64 / columns, columns>;
 // and registers to the gradient's sums
 template <class In, int columns>
 using GradientPlace = MmaPlace<In, 64, 32, columns>;
@@ -663,10 +665,10 @@ __device__ __forceinline__ void store_row(In* to, const float (&sums)[n][4], int
 
 // weighted_sum_kernel on tensor cores
 template <class In, int columns, class Pairs>
-__global__ void __launch_bounds__(SumPlace<In, columns>::kBlockThreads, Pairs::kSumBlocks)
+__global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2)
     weighted_sum_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out,
                             float* out_inverse_length) {
-  using Place = SumPlace<In, columns>;
+  using Place = SumPlace<In, columns, Pairs>;
   constexpr int kOthers = Place::kOthers;
   auto& shared = *shared_memory<MmaShared<Place, false>>();
   const Block block(sizes.heads, mine.count, Place::kRows);
@@ -678,7 +680,7 @@ __global__ void __launch_bounds__(SumPlace<In, columns>::kBlockThreads, Pairs::k
     float cosines[kOthers / 8][4], weights[kOthers / 8][4];
     multiply_mma<columns>(shared.mine.rows, tile.rows, cosines);
     take_versines<Place>(cosines, shared.mine.inverse, tile.inverse, weights);
-    const Place place{block.batch_head, first_row, first, reinterpret_cast<int32_t*>(&shared + 1)};
+    const Place place{block.batch_head, first_row, first};
     pairs.weigh(place, cosines, weights);
     if (first + kOthers > count) {
       // a branch, not so many selections in every tile
@@ -702,8 +704,9 @@ __global__ void __launch_bounds__(SumPlace<In, columns>::kBlockThreads, Pairs::k
   });
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = first_row + Place::row(0, half * 2);
+    const int tile_row = Place::row(0, half * 2), row = first_row + tile_row;
     float scale = 1 / kWeightScale<In>;
+    if (Pairs::kMasksRows && shared.mine.inverse[tile_row] == kMasked) scale = 0;
     if constexpr (Pairs::kPositive) {
       // what the weights' rounding has in common: with equal keys, all of it
       const float weight = quad_sum(weight_sum[half]), rounded = rounded_sum[half * 2];
@@ -747,7 +750,7 @@ __global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads)
     multiply_mma<columns>(shared.mine.rows, tile.rows, cosines);
     take_versines<Place>(cosines, shared.mine.inverse, tile.inverse, weights);
     multiply_mma<columns>(shared.mine.values, tile.values, products);
-    const Place place{block.batch_head, first_row, first, reinterpret_cast<int32_t*>(&shared + 1)};
+    const Place place{block.batch_head, first_row, first};
     pairs.slopes(place, cosines, weights, products);
 #pragma unroll
     for (int i = 0; i < kOthers / 2; ++i) {
@@ -781,8 +784,8 @@ __global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads)
       store_row(out.at(block.batch, block.head, row), sums, half,
                 mine.inverse_length[block.batch_head * mine.count + row], sizes.columns);
       if constexpr (with_values)
-        store_row(out_values.at(block.batch, block.head, row), value_sums, half, 1 / kWeightScale<In>,
-                  sizes.value_columns);
+        store_row(out_values.at(block.batch, block.head, row), value_sums, half,
+                  Pairs::kMasksRows && inverse == kMasked ? 0 : 1 / kWeightScale<In>, sizes.value_columns);
     }
   }
 }
@@ -808,7 +811,7 @@ class Launcher {
                     Accumulator<In>* out_inverse_length) const {
     if (suits_mma(mine) && suits_mma(others))
       with_mma_columns([&](auto columns) {
-        using Place = SumPlace<In, columns()>;
+        using Place = SumPlace<In, columns(), Pairs>;
         launch_tiles<Place, MmaShared<Place, false>>(weighted_sum_mma_kernel<In, columns(), Pairs>, mine, others, pairs,
                                                      mutable_rows_of<In>(out), out_inverse_length);
       });
@@ -873,9 +876,8 @@ class Launcher {
   template <class Place, class Shared, class Kernel, class... Outputs>
   void launch_tiles(Kernel* kernel, const Side<In>& mine, const Side<In>& others, const Pairs& pairs,
                     const Outputs&... outputs) const {
-    const size_t scratch_bytes = Pairs::kScratchRowBytes * (Place::kRows + Place::kOthers);
     launch(device_, kernel, batches_ * sizes_.heads * divide_up(mine.count, Place::kRows), Place::kBlockThreads,
-           sizeof(Shared) + scratch_bytes, mine, others, sizes_, pairs, outputs...);
+           sizeof(Shared), mine, others, sizes_, pairs, outputs...);
   }
 
   const Device& device_;
