@@ -19,6 +19,8 @@
 // the last row, may get any.
 #pragma once
 
+#include <cfloat>
+
 #include "mma.h"
 #include "rows.h"
 
@@ -614,10 +616,13 @@ template <class Place, int n>
 __device__ __forceinline__ void take_versines(const float (&products)[n][4], const float* my_inverse,
                                               const float* other_inverse, float (&versines)[n][4]) {
 #pragma unroll
-  for (int i = 0; i < n * 4; ++i)
+  for (int i = 0; i < n * 4; ++i) {
+    // what is too large for a float, or the difference of two such: of a row whose inverse length is 0
+    const float size = fminf(fabsf(products[i / 4][i % 4]), FLT_MAX);
     // one after the other: both together may leave the range of float32
-    versines[i / 4][i % 4] = 1 - fabsf(products[i / 4][i % 4]) * other_inverse[Place::other(i / 4, i % 4)] *
-                                     my_inverse[Place::row(i / 4, i % 4)];
+    versines[i / 4][i % 4] =
+        1 - size * other_inverse[Place::other(i / 4, i % 4)] * my_inverse[Place::row(i / 4, i % 4)];
+  }
 }
 
 // The sum over the lanes that have columns of the same rows.

@@ -3,6 +3,7 @@
     python tests/cuda_emulator/count.py
     python tests/cuda_emulator/count.py --lengths 4096 65536 --num_hash 8
     python tests/cuda_emulator/count.py --lengths 512 1024 --expectation
+    python tests/cuda_emulator/count.py --local_window 128
 
 For yoso_attention with bfloat16, forward and backward, of one head; the numbers are those of all heads. Of what a
 block reads, every 32 bytes count once, as if the first-level cache kept them; instructions are those of PTX but for
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--hash_code_len", type=int, default=9)
     parser.add_argument("--num_hash", type=int, default=32)
     parser.add_argument("--expectation", action="store_true", help="the exact kernels")
+    parser.add_argument("--local_window", type=int, default=0, help="near pairs too, those at most so far apart")
     parser.add_argument("--library", type=Path, help="what build.py has made; built unless given")
     parser.add_argument("--bandwidth", type=float, default=5.5e12, help="bytes a second from the second-level cache")
     parser.add_argument("--issue_rate", type=float, default=132 * 4 * 1.75e9, help="instructions of warps a second")
@@ -76,8 +78,7 @@ def main() -> None:
         library = args.library
         if library is None:
             library = Path(folder) / "kernels.so"
-            kernels = ("expectation_attention",) if args.expectation else ("hash", "sampled_attention*")
-            build.build(library, kernels=(*kernels, "unit_rows"))
+            build.build(library)
         torch.ops.load_library(str(library))
         from yoso_hf import yoso_attention
 
@@ -85,7 +86,9 @@ def main() -> None:
         for length in args.lengths:
             torch.manual_seed(0)
             inputs = [torch.randn(1, 1, length, HEAD_DIM).bfloat16().requires_grad_() for _ in range(3)]
-            options = {"expectation": True} if args.expectation else {"num_hash": args.num_hash}
+            options = {"num_hash": args.num_hash, "local_window": args.local_window}
+            if args.expectation:
+                options = {"expectation": True}
             out = yoso_attention(*inputs, hash_code_len=args.hash_code_len, **options)
             forward = counts.take()
             torch.autograd.grad(out, inputs, torch.randn_like(out))
