@@ -15,8 +15,8 @@
 //     slopes(place, signed_as, x, products)
 //                                     the like, and multiplies products by the slopes of the weights
 //     slope_scale()                   what the slopes are to be multiplied by besides
-// A thread calls weigh and slopes with n x 4 pairs of a tile, which place says; rows without a weight, and places past
-// the last row, may get any.
+// The threads of a warp call weigh and slopes together, each with n x 4 pairs of a tile, which place says; rows without
+// a weight, and places past the last row, may get any.
 #pragma once
 
 #include <cfloat>
@@ -200,7 +200,7 @@ constexpr int kMaxColumns = 256;
 struct Place {
   // not at all
   using Weight = double;
-  static constexpr int kRows = kTile, kOthers = kTile, kBlockThreads = kThreads;
+  static constexpr int kRows = kTile, kBlockThreads = kThreads;
   int64_t batch_head, first_row, first_other;
 
   __device__ __forceinline__ static int row(int b, int) { return threadIdx.x / kSpan + kSpan * b; }
@@ -222,10 +222,10 @@ struct Shared {
 };
 
 // Loads the inverse lengths of rows first..first + kTile; kMasked past the end.
-template <class T, int threads>
+template <class T>
 __device__ __forceinline__ void load_inverse(T* to, const T* inverse_length, int64_t batch_head, int64_t first,
                                              int64_t count) {
-  for (int64_t i = threadIdx.x; i < kTile; i += threads)
+  for (int64_t i = threadIdx.x; i < kTile; i += kThreads)
     to[i] = first + i < count ? inverse_length[batch_head * count + first + i] : static_cast<T>(kMasked);
 }
 
@@ -317,12 +317,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   using T = Accumulator<In>;
   auto& shared = *shared_memory<Shared<T>>();
   const Block block(sizes.heads, mine.count);
-  load_inverse<T, kThreads>(shared.my_inverse, mine.inverse_length, block.batch_head, block.first, mine.count);
+  load_inverse(shared.my_inverse, mine.inverse_length, block.batch_head, block.first, mine.count);
   T sums[column_tiles][4][4] = {};
   const Range range = pairs.near(block.first, block.last, others.count);
   for (int64_t first = range.begin; first < range.end; first += kTile) {
     __syncthreads();
-    load_inverse<T, kThreads>(shared.other_inverse, others.inverse_length, block.batch_head, first, others.count);
+    load_inverse(shared.other_inverse, others.inverse_length, block.batch_head, first, others.count);
     T cosines[4][4], weights[4][4];
     multiply_rows(shared, mine.rows, others.rows, block, first, sizes.columns, true, cosines);
     take_versines(cosines, weights);
@@ -361,12 +361,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   using T = Accumulator<In>;
   auto& shared = *shared_memory<Shared<T>>();
   const Block block(sizes.heads, mine.count);
-  load_inverse<T, kThreads>(shared.my_inverse, mine.inverse_length, block.batch_head, block.first, mine.count);
+  load_inverse(shared.my_inverse, mine.inverse_length, block.batch_head, block.first, mine.count);
   T sums[column_tiles][4][4] = {};
   const Range range = pairs.near(block.first, block.last, others.count);
   for (int64_t first = range.begin; first < range.end; first += kTile) {
     __syncthreads();
-    load_inverse<T, kThreads>(shared.other_inverse, others.inverse_length, block.batch_head, first, others.count);
+    load_inverse(shared.other_inverse, others.inverse_length, block.batch_head, first, others.count);
     T cosines[4][4], weights[4][4], products[4][4];
     multiply_rows(shared, mine.rows, others.rows, block, first, sizes.columns, true, cosines);
     take_versines(cosines, weights);
@@ -687,8 +687,8 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
     take_versines<Place>(cosines, shared.mine.inverse, tile.inverse, weights);
     const Place place{block.batch_head, first_row, first};
     pairs.weigh(place, cosines, weights);
-    if (first + kOthers > count) {
-      // a branch, not so many selections in every tile
+    if (Pairs::kPositive && first + kOthers > count) {
+      // they would count in weight_sum; a branch, not so many selections in every tile
       asm volatile("");
 #pragma unroll
       for (int i = 0; i < kOthers / 2; ++i)

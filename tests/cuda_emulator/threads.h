@@ -51,7 +51,7 @@ struct Warp {
   alignas(64) unsigned char slots[32][64];
 };
 
-// 4, 8 or 16 bytes for shared memory; zeros where there is nothing to read from.
+// 4 or 16 bytes for shared memory; zeros where there is nothing to read from.
 struct Copy {
   unsigned char* to;
   const unsigned char* from;

@@ -352,13 +352,13 @@ class Function:
         return f"emulator::wait_warp({lanes});" if modifiers == ["warp", "sync"] else None
 
     def cp_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
-        sizes = {"cg": ("16",), "ca": ("4", "8", "16")}.get(modifiers[1], ())
-        if modifiers != ["async", modifiers[1], "shared", "global"] or operands[2] not in sizes:
+        size = {"cg": "16", "ca": "4"}.get(modifiers[1])
+        if modifiers != ["async", modifiers[1], "shared", "global"] or operands[2] != size:
             return None
         to, source = (operand.strip("[]") for operand in operands[:2])
-        bytes_read = self.value(operands[3] if len(operands) > 3 else operands[2], "uint32_t")
+        bytes_read = self.value(operands[3] if len(operands) > 3 else size, "uint32_t")
         arguments = f"{self.value(to, 'uint32_t')}, {self.value(source, 'uint64_t')}, {bytes_read}"
-        return f"copy_ahead<{operands[2]}>({arguments}, {self.place});"
+        return f"copy_ahead<{size}>({arguments}, {self.place});"
 
     def shfl_instruction(self, modifiers: list[str], operands: list[str]) -> str:
         to, _, valid = operands[0].partition("|")
