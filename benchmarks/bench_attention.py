@@ -2,7 +2,7 @@
 
     python benchmarks/bench_attention.py
     python benchmarks/bench_attention.py --groups lengths --lengths 512 4096 --output attention.json
-    python benchmarks/bench_attention.py --groups crowded growth
+    python benchmarks/bench_attention.py --groups crowded growth --output crowded.json
 
 [1, 12, N, 64], float32, m = 32, tau = 9 unless a group says otherwise. The groups:
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from attention_cases import HEAD_DIM, NUM_HASH, ExactKernel, SampledKernel, Softmax, TransformersYoso
-from harness import argument_parser, compare, measure, print_table, write_results
+from harness import argument_parser, compare, measure, parse_arguments, print_table, write_results
 from torch import Tensor
 
 from yoso_hf import HashFunctions, yoso_attention
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(7, 15)], help="of that group")
     parser.add_argument("--length", type=int, default=4096, help="N of the other groups")
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     rows, table = [], []
     for name in args.groups:
         group_rows, group_table = GROUPS[name](args)

@@ -1,7 +1,7 @@
 """Attention and training on a GPU, and the table of what is asked of them there.
 
     python benchmarks/bench_cuda.py
-    python benchmarks/bench_cuda.py --groups attention --lengths 4096 16384
+    python benchmarks/bench_cuda.py --groups attention --lengths 4096 16384 --output attention.json
     git clone https://github.com/mlpen/YOSO && python benchmarks/bench_cuda.py --authors YOSO
 
 [16, 12, N, 64], bfloat16, m = 32, tau = 9. The groups:
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import NUM_HASH, SampledKernel, Softmax
 from bench_attention import BOTH, Sampled
-from harness import Case, WrongResult, argument_parser, compare, measure, print_table, write_results
+from harness import Case, WrongResult, argument_parser, compare, measure, parse_arguments, print_table, write_results
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.cpp_extension import load
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="of attention")
     parser.add_argument("--authors", type=Path, help="a clone of mlpen/YOSO, for the group authors")
     parser.add_argument("--batch", type=int, default=16, help="sequences of a timed training step")
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     if args.authors is not None and not (args.authors / AUTHORS_SOURCES).is_dir():
         parser.error(f"--authors {args.authors}: a clone of mlpen/YOSO has {AUTHORS_SOURCES}, this has not")
     rows, table = [], []

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import Case, argument_parser, check_close, compare, measure, print_table, write_results
+from harness import Case, argument_parser, check_close, compare, measure, parse_arguments, print_table, write_results
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--fit_sentences", type=int, default=200)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--lengths", type=int, nargs="*", default=[128, 512, 4096])
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     encoder = Encoder(args)
     rows = quality(encoder, read_pairs(args.validation_file), args.settings)
     table = asked(rows)

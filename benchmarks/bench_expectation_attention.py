@@ -6,7 +6,7 @@
 """
 
 from attention_cases import ExactKernel, Softmax, TransformersYoso
-from harness import argument_parser, measure, write_results
+from harness import argument_parser, measure, parse_arguments, write_results
 from torch import Tensor
 
 from yoso_hf import ops
@@ -27,7 +27,7 @@ class Cumulation(TransformersYoso):
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096])
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     rows = []
     for length in args.lengths:
         for task in ("forward", "forward and backward"):

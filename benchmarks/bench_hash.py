@@ -9,7 +9,7 @@ packs the signs into codes.
 from dataclasses import dataclass
 
 import torch
-from harness import Case, WrongResult, argument_parser, measure, write_results
+from harness import Case, WrongResult, argument_parser, measure, parse_arguments, write_results
 from torch import Tensor
 
 from yoso_hf import HashFunctions, ops, reference
@@ -69,7 +69,7 @@ class MatrixProduct(HashCase):
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096, 16384])
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     rows = []
     for length in args.lengths:
         cases = [kind(args.device, length) for kind in (Hadamard, Gaussian, MatrixProduct)]

@@ -26,6 +26,7 @@ from harness import (
     check_close,
     compare,
     measure,
+    parse_arguments,
     print_table,
     within_limit,
     write_results,
@@ -238,7 +239,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=8, help="seconds of a peer's step")
     # calls are long, and cases many
     parser.set_defaults(seconds=1)
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     rows, table = [], []
     for length in args.pair_lengths:
         for task, asked, aim in (("forward", 1.15, 1.05), (STEP, 1.3, 1.15)):

@@ -9,7 +9,7 @@ sampled attention is sampled_attention_backward for query and key and sampled_at
 from functools import cached_property
 
 from attention_cases import HEAD_DIM, NUM_HASH, SampledKernel, Softmax
-from harness import argument_parser, measure, write_results
+from harness import argument_parser, measure, parse_arguments, write_results
 from torch import Tensor
 
 from yoso_hf import HashFunctions, ops
@@ -37,7 +37,7 @@ class SampledAttention(SampledKernel):
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096, 8192])
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     rows = []
     for length in args.lengths:
         for task in ("forward", "backward"):

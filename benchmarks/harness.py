@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MIN_RUNS = 3
 GPU_RUNS = 5
+# the arguments of benchmarks that choose among their cases
+CASE_ARGUMENTS = ("groups", "lengths", "length", "pair_lengths", "limit", "settings", "fit_sentences", "batch")
 
 
 class WrongResult(Exception):
@@ -243,6 +245,21 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=2, help=f"no more runs after that, if there were {MIN_RUNS}")
     parser.add_argument("--output", type=Path, help="results; default: benchmarks/results/<benchmark>-<device>.json")
     return parser
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse a benchmark's arguments, and end the program where its results would replace those of more cases.
+
+    Args:
+        parser: what `argument_parser` gave, with the benchmark's own arguments.
+    """
+    args = parser.parse_args()
+    chosen = [name for name in CASE_ARGUMENTS if getattr(args, name, None) != parser.get_default(name)]
+    if chosen and args.output is None:
+        parser.error(
+            f"--output is needed with --{', --'.join(chosen)}: benchmarks/results holds the figures of all cases"
+        )
+    return args
 
 
 def machine() -> dict[str, Any]:

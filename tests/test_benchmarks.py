@@ -115,6 +115,14 @@ def test_the_table_says_what_is_reached(ratio, asked, aim, direction, passed, ai
     assert capsys.readouterr().out.rstrip().endswith(verdict)
 
 
+@pytest.mark.parametrize("benchmark", [bench_attention, bench_cuda, bench_hash, bench_models])
+def test_some_cases_do_not_replace_the_figures_of_all(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_some.py", "--lengths", "128"])
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main()
+    assert "--output is needed with --lengths" in capsys.readouterr().err
+
+
 def test_slow_peers_are_left_out_by_the_square_of_the_length():
     case = Softmax("cpu", "forward", 4000)
     rows = [

@@ -102,6 +102,7 @@ def test_masked_keys_may_hold_anything_and_get_no_gradient(dtype, implementation
         assert gradient[masked].eq(0).all() and gradient[~masked].ne(0).any()
 
 
+@needs_kernels
 def test_views_and_expanded_gradients_give_what_copies_give():
     grad, query, key, value, codes = make_near((2, 2, 80, 24, 20, 4, 3), torch.float32)
     views = {

@@ -342,6 +342,8 @@ def test_same_bits_whatever_the_number_of_threads():
         torch.set_num_threads(threads)
 
 
+# the reference's products may round differently with other strides
+@needs_kernels
 def test_views_and_expanded_gradients_give_what_copies_give():
     query, key, value, grad, functions, _, codes = make((2, 2, 40, 50, 24, 20, 4, 3), torch.float32)
     wide = torch.randn(2, 2, 80, 48)

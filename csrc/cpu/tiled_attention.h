@@ -5,8 +5,8 @@
 //     keys_of(queries, keys)          the part of the keys that a tile of queries needs; begins where a tile does
 //     queries_of(keys, queries)       the like for a tile of keys
 //     zero_masked(rows, columns, M)   clears the rows of masked keys or values
-//     weigh(queries, keys, cosine, base, weights[, slope])   a tile's weights from its cosines, and their slope; base is
-//                                     scratch
+//     weigh(queries, keys, cosine, base, weights[, slope])   a tile's weights from its cosines, and their slope; base
+//                                     is scratch
 #pragma once
 
 #include "unit_rows.h"

@@ -85,8 +85,9 @@ void launch(const Device& device, void (*kernel)(Parameters...), int64_t blocks,
   if (blocks == 0) return;
   STD_TORCH_CHECK(blocks <= INT32_MAX, "too many blocks for one launch: ", blocks);
   if (shared_bytes > kDefaultSharedBytes)
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-               "shared memory");
+    check_cuda(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        "shared memory");
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(threads);

@@ -368,7 +368,9 @@ constexpr int kWarpRows = 32, kRowTiles = kWarpRows / 16, kFunctionTiles = kFunc
 // elements between rows in shared memory: 16 bytes more than they take, against bank conflicts
 constexpr int kPiece = 8, kTermStride = kColumns + kPiece;
 
-__host__ __device__ constexpr int64_t tile_stride(int64_t D) { return (D + kColumns - 1) / kColumns * kColumns + kPiece; }
+__host__ __device__ constexpr int64_t tile_stride(int64_t D) {
+  return (D + kColumns - 1) / kColumns * kColumns + kPiece;
+}
 
 template <class In>
 size_t gaussian_mma_bytes(int64_t D) {

@@ -20,7 +20,7 @@ BACKWARDS = ("sampled", "expectation", "exact")
 EXPECTATIONS = (True, False, "auto")
 
 # The length, for each hash function, at which the exact kernel takes as long as the sampled one. Measured by
-#     python benchmarks/bench_attention.py --groups lengths --lengths 256 320 384 512
+#     python benchmarks/bench_attention.py --groups lengths --lengths 256 320 384 512 --output crossing.json
 # (CPU, float32, m = 32, tau = 9, D = 64): the length at which "yoso" and "yoso expectation" cross, between that of
 # the forward and that of forward with backward, divided by m.
 EXACT_TOKENS_PER_HASH = 11
