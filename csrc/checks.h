@@ -12,8 +12,15 @@ inline void check_hash_sizes(int64_t num_hash, int64_t hash_code_len) {
   STD_TORCH_CHECK(hash_code_len >= 1 && hash_code_len <= 16, "hash_code_len must be in 1..16, got ", hash_code_len);
 }
 
+// Kernels run on one device, and a pointer does not say where it points to.
+inline void check_device(const Tensor& x, const char* name, const Tensor& like) {
+  STD_TORCH_CHECK(x.is_cuda() == like.is_cuda() && (!x.is_cuda() || x.get_device_index() == like.get_device_index()),
+                  name, " must be on the device of the other inputs");
+}
+
 // x must be [like's B, like's H, rows, *]
 inline void check_rows(const Tensor& x, const char* name, const Tensor& like, int64_t rows, ScalarType dtype) {
+  check_device(x, name, like);
   STD_TORCH_CHECK(x.dim() == 4 && x.size(0) == like.size(0) && x.size(1) == like.size(1) && x.size(2) == rows, name,
                   " must have shape [", like.size(0), ", ", like.size(1), ", ", rows, ", *]");
   STD_TORCH_CHECK(x.scalar_type() == dtype, name, " must have the dtype of the other inputs");
@@ -30,6 +37,8 @@ inline void check_codes(const Tensor& codes, const char* name, int64_t hash_code
 // the codes of sampled attention's queries and keys, against each other and value
 inline void check_all_codes(const Tensor& query_codes, const Tensor& key_codes, const Tensor& value,
                             int64_t hash_code_len) {
+  check_device(query_codes, "query_codes", value);
+  check_device(key_codes, "key_codes", value);
   check_hash_sizes(query_codes.size(2), hash_code_len);
   check_codes(query_codes, "query_codes", hash_code_len);
   check_codes(key_codes, "key_codes", hash_code_len);
@@ -45,6 +54,7 @@ inline void check_hash(const Tensor& x, const Tensor& parameters, const std::opt
                        int64_t hash_code_len, bool use_hadamard) {
   check_hash_sizes(num_hash, hash_code_len);
   STD_TORCH_CHECK(x.dim() == 4, "x must have shape [B, H, N, D]");
+  check_device(parameters, "parameters", x);
   STD_TORCH_CHECK(parameters.dim() == 3 && parameters.size(0) == x.size(1) && parameters.is_contiguous() &&
                       parameters.scalar_type() == ScalarType::Float,
                   "parameters must be contiguous float32 with one entry a head");
@@ -57,10 +67,12 @@ inline void check_hash(const Tensor& x, const Tensor& parameters, const std::opt
     STD_TORCH_CHECK(size == D && parameters.size(1) == hash_code_len * num_hash,
                     "parameters must have shape [H, hash_code_len * num_hash, D]");
   }
-  if (mask.has_value())
+  if (mask.has_value()) {
+    check_device(*mask, "mask", x);
     STD_TORCH_CHECK(mask->dim() == 2 && mask->size(0) == x.size(0) && mask->size(1) == x.size(2) &&
                         mask->scalar_type() == ScalarType::Bool,
                     "mask must be bool with shape [B, N]");
+  }
 }
 
 // query, key and value of the attention operators that weigh pairs exactly
@@ -105,6 +117,7 @@ inline void check_unit_rows(const Tensor& grad, const Tensor& unit, const Tensor
   STD_TORCH_CHECK(unit.dim() == 4, "unit must have shape [B, H, N, D]");
   const int64_t B = unit.size(0), H = unit.size(1), N = unit.size(2);
   check_rows(grad, "grad", unit, N, unit.scalar_type());
+  check_device(inverse_length, "inverse_length", unit);
   STD_TORCH_CHECK(grad.size(3) == unit.size(3), "grad and unit must agree in columns");
   STD_TORCH_CHECK(inverse_length.is_contiguous() && inverse_length.numel() == B * H * N &&
                       inverse_length.scalar_type() == length_dtype(unit),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from yoso_hf import HashFunctions, ops, yoso_attention
-from yoso_hf.attention import EXACT_TOKENS_PER_HASH, attention_weights
+from yoso_hf.attention import EXACT_TOKENS_PER_HASH, SIMILARITIES, attention_weights
 
 BOTH = pytest.mark.parametrize("expectation", [False, True])
 
@@ -326,6 +326,17 @@ print(memory("VmHWM") - before)
     return int(run.stdout)
 
 
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+@pytest.mark.parametrize("expectation", [False, True])
+@pytest.mark.parametrize(("N", "M"), [(0, 5), (5, 0), (0, 0)])
+def test_without_queries_or_keys_there_is_nothing_to_add(N, M, expectation, similarity):
+    tensors = [x.requires_grad_() for x in inputs(N=N, M=M)]
+    out = yoso_attention(*tensors, expectation=expectation, similarity=similarity)
+    assert torch.equal(out, torch.zeros(2, 3, N, 12))
+    for x, gradient in zip(tensors, torch.autograd.grad(out.sum(), tensors), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(x))
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")
 @pytest.mark.parametrize("path", ["compiled", pytest.param("reference", marks=pytest.mark.slow)])
 def test_sampled_memory_is_linear(path):
@@ -362,7 +373,13 @@ def test_expectation_at_16384_stays_under_a_gigabyte(path):
             r"hash_code_len must be at most that of hash_functions, 5, got \[4, 5, 6\]",
         ),
         ({"similarity": "euclidean"}, "similarity must be one of .*, got 'euclidean'"),
+        ({"hash_code_len": 9.0}, "hash_code_len must be an integer, got 9.0"),
+        ({"hash_code_len": "9"}, "hash_code_len must be an integer, got '9'"),
+        ({"hash_code_len": [4, 4.5, 4]}, r"hash_code_len must be in 1..16, got \[4, 4.5, 4\]"),
         ({"num_hash": 0}, "num_hash must be at least 1, got 0"),
+        ({"num_hash": 2.5}, "num_hash must be an integer, got 2.5"),
+        ({"num_hash": True}, "num_hash must be an integer, got True"),
+        ({"local_window": -1}, "local_window must be at least 0, got -1"),
         (
             {"query": torch.zeros(3, 20, 16)},
             r"query must have shape \[B, H, rows, columns\], got \[3, 20, 16\]",

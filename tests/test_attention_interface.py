@@ -9,7 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from yoso_hf import YosoConfig, YosoModel
+from yoso_hf import HashFunctions, YosoConfig, YosoModel, yoso_attention
 from yoso_hf.attention_interface import SETTINGS, yoso_attention_forward
 
 VOCAB_SIZE = 99
@@ -266,6 +266,23 @@ def test_wrong_settings_are_named():
         build("bert", "yoso", yoso_num_hash=0)(tokens())
     with pytest.raises(ValueError, match="DistilBertSelfAttention does not know which layer it is in"):
         build("distilbert", "yoso", yoso_hash_code_len=[[4] * 4] * 2)(tokens())
+    # one number for each of two layers, and one layer too few or too many
+    for lengths in ([4, 4], [[4] * 4], [[4] * 4] * 3):
+        with pytest.raises(ValueError, match="yoso_hash_code_len must be one number, or a list of 2 lists"):
+            build("bert", "yoso", yoso_hash_code_len=lengths)(tokens())
+    with pytest.raises(ValueError, match="hash_code_len must be one number or 4, one for each head, got 3"):
+        build("bert", "yoso", yoso_hash_code_len=[[4] * 3] * 2)(tokens())
+
+
+@pytest.mark.parametrize("layer_idx", [0, 1])
+def test_every_layer_has_hash_functions_of_its_own(layer_idx):
+    model = build("bert", "yoso", yoso_use_expectation=False, yoso_hash_code_len=4, yoso_hash_seed=5)
+    attention = model.encoder.layer[layer_idx].attention.self
+    query, key, value = torch.randn(3, 2, 4, 9, 8).unbind()
+    out, _ = yoso_attention_forward(attention, query, key, value, None)
+    functions = HashFunctions.seeded(5, layer_idx, 4, 8, 32, 4)
+    expected = yoso_attention(query, key, value, hash_functions=functions, normalization="sum")
+    torch.testing.assert_close(out.transpose(1, 2), expected)
 
 
 def test_long_sequences_are_sampled():

@@ -84,6 +84,21 @@ def test_a_graph_replays_forward_and_backward():
         assert torch.equal(one, other)
 
 
+def test_operators_refuse_tensors_of_several_devices():
+    query, key, value = tensors(1, 2, 50)
+    functions = HashFunctions.sample(2, 64, 8, 9, device="cuda")
+    codes = functions.codes(query)
+    mask = torch.ones(1, 50, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="parameters must be on the device"):
+        ops.hash_hadamard(query, functions.parameters.cpu(), None, 8, 9)
+    with pytest.raises(RuntimeError, match="mask must be on the device"):
+        ops.hash_hadamard(query, functions.parameters, mask, 8, 9)
+    with pytest.raises(RuntimeError, match="query_codes must be on the device"):
+        ops.sampled_attention(query, key, value, codes.cpu(), codes, 9, False, True)
+    with pytest.raises(RuntimeError, match="key must be on the device"):
+        ops.expectation_attention(query, key.cpu(), value, 9, False, True)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_another_device_than_the_current_one():
     inputs = tensors(1, 2, 500)

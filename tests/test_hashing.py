@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from yoso_hf import HashFunctions, reference
+from yoso_hf.hashing import KINDS
 
 
 def pair(cosine: float, dim: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,3 +154,23 @@ def test_sample_refuses_bad_sizes(arguments, message):
     good = {"num_heads": 1, "head_dim": 8, "num_hash": 4, "hash_code_len": 9}
     with pytest.raises(ValueError, match=message):
         HashFunctions.sample(**{**good, **arguments})
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 0.5])
+def test_a_seed_out_of_range_is_refused(seed):
+    with pytest.raises(ValueError, match=f"seed must be .*, got {seed}"):
+        HashFunctions.seeded(seed, 0, 1, 8, 4, 9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_and_vectors_that_do_not_fit_are_refused(kind):
+    parameters = HashFunctions.sample(2, 16, 4, 9, kind=kind).parameters
+    shape = rf"\[{', '.join(map(str, parameters.shape))}\]"
+    with pytest.raises(ValueError, match=rf"parameters must have shape .*, got {shape}"):
+        HashFunctions(parameters, 16, 4, 8, kind)
+    with pytest.raises(ValueError, match="kind must be one of hadamard, gaussian, got 'gausian'"):
+        HashFunctions(parameters, 16, 4, 9, "gausian")
+    functions = HashFunctions(parameters, 16, 4, 9, kind)
+    for shape in ([1, 2, 5, 15], [1, 3, 5, 16], [2, 5, 16]):
+        with pytest.raises(ValueError, match=r"x must have shape \[B, 2, N, 16\], got"):
+            functions.codes(torch.zeros(shape))

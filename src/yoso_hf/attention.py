@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .graphs import expectation_attention_graph, sampled_attention_graph
-from .hashing import MAX_HASH_CODE_LEN, HashFunctions
+from .hashing import MAX_HASH_CODE_LEN, HashFunctions, check_integer
 from .ops import expectation_attention, local_attention, sampled_attention
 
 # where nothing is hashed, hash_code_len is only the power of the kernel
@@ -123,8 +123,7 @@ def yoso_attention(
         num_hash = hash_functions.num_hash
         if isinstance(hash_code_len, int):
             hash_code_len = hash_functions.hash_code_len
-    if num_hash < 1:
-        raise ValueError(f"num_hash must be at least 1, got {num_hash}")
+    check_integer("num_hash", num_hash, 1)
     _check_hash_code_len(hash_code_len, heads, expectation, hash_functions)
     if expectation == "auto":
         expectation = exact_is_cheaper(query.shape[2], key.shape[2], num_hash)
@@ -238,6 +237,8 @@ def _equally_long(query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[
 
 def _missing_length(x: Tensor, real: Tensor | None) -> Tensor:
     square = x.square().sum(-1, keepdim=True)
+    if x.shape[2] == 0:
+        return square
     longest = (square if real is None else square.masked_fill(~real, 0)).amax(2, keepdim=True)
     missing = longest - square
     positive = missing > 0
@@ -298,8 +299,7 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
         raise ValueError(
             f'backward="exact" needs expectation=True, got {expectation!r}: a sampled collision has no derivative'
         )
-    if not isinstance(local_window, int) or local_window < 0:
-        raise ValueError(f"local_window must be an integer of at least 0, got {local_window!r}")
+    check_integer("local_window", local_window, 0)
     if local_window > 0 and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"local_window needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}: "
@@ -308,13 +308,12 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
 
 
 def _check_hash_code_len(hash_code_len, heads: int, expectation, functions: HashFunctions | None) -> None:
-    by_head = not isinstance(hash_code_len, int)
-    highest = MAX_EXACT_HASH_CODE_LEN if by_head and expectation is True else MAX_HASH_CODE_LEN
-    lengths = hash_code_len if by_head else [hash_code_len]
-    if not all(1 <= length <= highest for length in lengths):
-        raise ValueError(f"hash_code_len must be in 1..{highest}, got {hash_code_len}")
-    if not by_head:
+    if not isinstance(hash_code_len, (list, tuple)):
+        check_integer("hash_code_len", hash_code_len, 1, MAX_HASH_CODE_LEN)
         return
+    highest = MAX_EXACT_HASH_CODE_LEN if expectation is True else MAX_HASH_CODE_LEN
+    if not all(isinstance(length, int) and 1 <= length <= highest for length in hash_code_len):
+        raise ValueError(f"hash_code_len must be in 1..{highest}, got {hash_code_len}")
     if len(hash_code_len) != heads:
         raise ValueError(f"hash_code_len must be one number or {heads}, one for each head, got {len(hash_code_len)}")
     if functions is not None and max(hash_code_len) > functions.hash_code_len:

@@ -8,7 +8,7 @@ import functools
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 from transformers.utils import logging
@@ -45,7 +45,8 @@ def attention_settings(module: nn.Module) -> dict:
         The settings by the names of SETTINGS without yoso_; the layer's own hash_code_len.
 
     Raises:
-        ValueError: a yoso_ key that does not exist; numbers by layer for a model whose layers are not numbered.
+        ValueError: a yoso_ key that does not exist; numbers by layer for a model whose layers are not numbered, or
+            for another number of layers.
     """
     config = module.config
     unknown = [name for name in vars(config) if name.startswith("yoso_") and name not in SETTINGS]
@@ -59,8 +60,18 @@ def attention_settings(module: nn.Module) -> dict:
                 "yoso_hash_code_len must be one number for this model, got a list: "
                 f"{type(module).__name__} does not know which layer it is in"
             )
-        settings["hash_code_len"] = settings["hash_code_len"][layer_idx]
+        settings["hash_code_len"] = _hash_code_len_of_layer(settings["hash_code_len"], layer_idx, config)
     return settings
+
+
+def _hash_code_len_of_layer(by_layer: list[list[int]], layer_idx: int, config: PretrainedConfig) -> list[int]:
+    layers = getattr(config, "num_hidden_layers", len(by_layer))
+    if len(by_layer) != layers or layer_idx >= layers or not all(isinstance(x, (list, tuple)) for x in by_layer):
+        raise ValueError(
+            f"yoso_hash_code_len must be one number, or a list of {layers} lists, one for each layer, with a number "
+            f"for every head, got {by_layer}"
+        )
+    return by_layer[layer_idx]
 
 
 def is_delegated(module: nn.Module, query: Tensor, key: Tensor, **kwargs) -> bool:

@@ -8,6 +8,25 @@ from .ops import hash_gaussian, hash_hadamard
 
 MAX_HASH_CODE_LEN = 16
 KINDS = ("hadamard", "gaussian")
+MAX_SEED = 2**32 - 1
+
+
+def check_integer(name: str, x: object, lowest: int, highest: int | None = None) -> None:
+    """Refuses what is no integer in a range.
+
+    Args:
+        name: of the argument, for the message.
+        x: what was given for it.
+        lowest, highest: the range; None: without a highest.
+
+    Raises:
+        ValueError: x is no integer, or out of range.
+    """
+    if not isinstance(x, (int, torch.SymInt)) or isinstance(x, bool):
+        raise ValueError(f"{name} must be an integer, got {x!r}")
+    if x < lowest or (highest is not None and x > highest):
+        allowed = f"at least {lowest}" if highest is None else f"in {lowest}..{highest}"
+        raise ValueError(f"{name} must be {allowed}, got {x}")
 
 
 class HashFunctions:
@@ -32,9 +51,15 @@ class HashFunctions:
         num_hash: m, the number of functions, >= 1.
         hash_code_len: tau, bits of a code, 1..16.
         kind: "hadamard" or "gaussian".
+
+    Raises:
+        ValueError: a size out of range, an unknown kind, or parameters of another shape.
     """
 
     def __init__(self, parameters: Tensor, head_dim: int, num_hash: int, hash_code_len: int, kind: str = "hadamard"):
+        shape = self.parameters_shape(parameters.shape[0], head_dim, num_hash, hash_code_len, kind)
+        if parameters.shape != shape:
+            raise ValueError(f"parameters must have shape {list(shape)}, got {list(parameters.shape)}")
         self.parameters = parameters
         self.head_dim = head_dim
         self.num_hash = num_hash
@@ -52,10 +77,8 @@ class HashFunctions:
         """
         sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_hash": num_hash}
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        if not 1 <= hash_code_len <= MAX_HASH_CODE_LEN:
-            raise ValueError(f"hash_code_len must be in 1..{MAX_HASH_CODE_LEN}, got {hash_code_len}")
+            check_integer(name, size, 1)
+        check_integer("hash_code_len", hash_code_len, 1, MAX_HASH_CODE_LEN)
         if kind == "gaussian":
             return (num_heads, hash_code_len * num_hash, head_dim)
         if kind == "hadamard":
@@ -115,7 +138,11 @@ class HashFunctions:
             seed: 0..2**32 - 1.
             layer_idx: number of the layer, >= 0.
             num_heads, head_dim, num_hash, hash_code_len, kind, device: as for `sample`.
+
+        Raises:
+            ValueError: a seed or a size out of range, or an unknown kind.
         """
+        check_integer("seed", seed, 0, MAX_SEED)
         # torch's CPU generator reads the low 32 bits of a seed: seed and layer have to share them
         generator = torch.Generator().manual_seed(seed * 1_000_003 + layer_idx)
         sizes = (num_heads, head_dim, num_hash, hash_code_len)
@@ -142,7 +169,13 @@ class HashFunctions:
 
         Returns:
             Codes in [0, 2**tau), and -1 where the mask is False; shape [B, H, m, N], int16 for tau <= 15, else int32.
+
+        Raises:
+            ValueError: x of other heads or another head_dim than the functions have.
         """
+        heads = self.parameters.shape[0]
+        if x.dim() != 4 or (x.shape[1], x.shape[3]) != (heads, self.head_dim):
+            raise ValueError(f"x must have shape [B, {heads}, N, {self.head_dim}], got {list(x.shape)}")
         if torch.onnx.is_in_onnx_export():
             hash_op = hash_gaussian_graph if self.kind == "gaussian" else hash_hadamard_graph
         else:
