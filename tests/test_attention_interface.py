@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from yoso_hf import HashFunctions, YosoConfig, YosoModel, yoso_attention
-from yoso_hf.attention_interface import SETTINGS, yoso_attention_forward
+from yoso_hf.attention_interface import SETTINGS, _kept_hash_parameters, takes_attention, yoso_attention_forward
 
 VOCAB_SIZE = 99
 SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -207,6 +207,42 @@ def test_a_decoder_beside_an_encoder_keeps_its_softmax():
     assert (encoded[0] - encoded[1])[mask.bool()].abs().max() > 1e-4
 
 
+def test_attention_to_other_tokens_keeps_its_softmax_where_there_are_as_many_of_them():
+    """Moonshine has one class for the attention to a text's own tokens and to the encoder's."""
+    config = transformers.MoonshineConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, encoder_num_hidden_layers=1,
+        decoder_num_hidden_layers=1, encoder_num_attention_heads=4, decoder_num_attention_heads=4, pad_token_id=0,
+    )  # fmt: skip
+    states = torch.randn(3, 7, 32)
+    decoded = []
+    for attention in ("yoso", "sdpa"):
+        torch.manual_seed(0)
+        model = transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation=attention).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(8)
+        decoder = model.decoder(input_ids=tokens(3, 7), encoder_hidden_states=states, use_cache=False)
+        decoded.append(decoder.last_hidden_state)
+    torch.testing.assert_close(decoded[0], decoded[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_mask_that_a_model_expands_by_itself():
+    """Siglip2's pooling repeats the mask of its encoder for each head."""
+    config = transformers.Siglip2VisionConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, patch_size=2, num_patches=16
+    )
+    torch.manual_seed(0)
+    model = transformers.Siglip2VisionModel._from_config(config, attn_implementation="yoso").eval()
+    pixels, shapes = torch.randn(2, 16, 12), torch.tensor([[4, 4], [2, 3]])
+    mask = torch.arange(16) < shapes.prod(1)[:, None]
+    together = model(pixels, mask.long(), shapes).pooler_output
+    for row in range(2):
+        alone = model(pixels[row : row + 1], mask[row : row + 1].long(), shapes[row : row + 1]).pooler_output
+        torch.testing.assert_close(together[row], alone[0], rtol=1e-4, atol=1e-5)
+    pixels[1, 6:] = 100
+    torch.testing.assert_close(model(pixels, mask.long(), shapes).pooler_output, together, rtol=1e-4, atol=1e-5)
+
+
 def test_what_yoso_cannot_compute_is_refused():
     config = transformers.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=4, n_positions=64)
     model = transformers.AutoModel.from_config(config, attn_implementation="yoso")
@@ -221,6 +257,13 @@ def test_what_yoso_cannot_compute_is_refused():
     rows = torch.randn(1, 4, 5, 8)
     with pytest.raises(ValueError, match="cannot use the position_bias of BertSelfAttention"):
         yoso_attention_forward(layer, rows, rows, rows, None, position_bias=torch.zeros(1, 4, 5, 5))
+    # also where the layer would be left to sdpa, which drops them
+    with pytest.raises(ValueError, match="cannot use the s_aux of BertSelfAttention"):
+        yoso_attention_forward(layer, rows, rows, rows, None, sliding_window=2, s_aux=torch.zeros(4))
+    config = transformers.MistralConfig(**LONG, num_key_value_heads=4, sliding_window=8)
+    model = transformers.AutoModel.from_config(config, attn_implementation="yoso")
+    with pytest.raises(ValueError, match="MistralAttention is causal"):
+        model(tokens())
 
 
 @pytest.mark.parametrize("attention", ["yoso", "yoso_expectation"])
@@ -230,8 +273,22 @@ def test_models_that_would_ignore_the_name_are_refused(attention):
         transformers.AutoModel.from_config(config, attn_implementation=attention)
     with pytest.raises(ValueError, match="YosoModel does not take"):
         YosoModel._from_config(YosoConfig(**LONG), attn_implementation=attention)
+    # a model with an encoder of its own kind beside a decoder that looks its attention up
+    seq2seq = {"vocab_size": VOCAB_SIZE, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
+    for other in (
+        transformers.BigBirdPegasusConfig(**seq2seq, attention_type="original_full"),
+        transformers.PegasusXConfig(**seq2seq),
+        transformers.LongT5Config(vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, num_heads=4, num_layers=1, d_ff=48),
+    ):
+        with pytest.raises(ValueError, match=f'Model does not take attn_implementation="{attention}"'):
+            transformers.AutoModel.from_config(other, attn_implementation=attention)
     # all other names go where they went before
     assert transformers.AutoModel.from_config(config, attn_implementation="eager") is not None
+
+
+def test_models_that_transformers_knows_no_sdpa_for_are_taken_where_all_layers_look_their_attention_up():
+    names = ["SplinterModel", "Speech2TextModel", "MarkupLMModel", "AlignTextModel", "NllbMoeModel", "BertModel"]
+    assert all(takes_attention(getattr(transformers, name)) for name in names)
 
 
 def test_settings_are_those_of_the_configuration(tmp_path):
@@ -325,6 +382,18 @@ def test_it_compiles_into_one_graph(expectation, training):
     if not training:
         expected = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_exported_model_keeps_its_hash_functions_and_no_other_model_gets_them():
+    """torch.export runs the model on tensors without data."""
+    _kept_hash_parameters.cache_clear()
+    model = build("bert", "yoso", yoso_use_expectation=False, yoso_hash_code_len=4)
+    ids = tokens()
+    exported = torch.export.export(model, (), {"input_ids": ids}, strict=False).module()
+    expected = model(ids).last_hidden_state
+    assert type(expected) is torch.Tensor
+    for _ in range(2):
+        torch.testing.assert_close(exported(input_ids=ids).last_hidden_state, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -598,6 +598,30 @@ def test_batch_without_labels_has_loss_zero(sparse_prediction, num_items_in_batc
         assert not gradient.any(), name
 
 
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize(
+    ("model_class", "labels"),
+    [
+        (YosoForMultipleChoice, torch.tensor([0, 1, 1, 0, 1, 0])),
+        (YosoForSequenceClassification, torch.tensor([0, 2, 1, 1, 0, 2])),
+        (YosoForSequenceClassification, torch.tensor([[1.0, 0, 1], [0, 0, 1]] * 3)),
+        (YosoForSequenceClassification, torch.arange(6.0)),
+    ],
+    ids=["choice", "single label", "multi label", "regression"],
+)
+def test_losses_of_parts_of_a_batch_add_up_to_its_loss(model_class, labels, counted):
+    """As Trainer adds them up over gradient_accumulation_steps: it counts the labels of all, and divides no more."""
+    model = make_model(model_class, **({"num_labels": 1} if labels.dim() == 1 and labels.is_floating_point() else {}))
+    ids = make_ids(6, 2, 9) if model_class is YosoForMultipleChoice else make_ids(6, 9)
+    expected = model(ids, labels=labels).loss
+    count = torch.tensor(labels.numel()) if counted else labels.numel()
+    parts = [
+        model(ids[part], labels=labels[part], num_items_in_batch=count).loss
+        for part in (slice(0, 1), slice(1, 3), slice(3, 6))
+    ]
+    torch.testing.assert_close(sum(parts), expected)
+
+
 @pytest.mark.parametrize(
     ("num_labels", "labels", "loss_function"),
     [

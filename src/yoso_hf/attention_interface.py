@@ -5,9 +5,13 @@ transformers would pass no mask, and padding would be attended to.
 """
 
 import functools
+import inspect
+import re
+import sys
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
@@ -19,7 +23,11 @@ from .hashing import HashFunctions
 logger = logging.get_logger(__name__)
 
 # the arguments of a model's attention that change its weights, and that YOSO's weights cannot follow
-UNSUPPORTED = ("position_bias", "softcap", "s_aux", "head_mask")
+UNSUPPORTED = ("position_bias", "softcap", "head_mask")
+# those that sdpa drops as well
+UNSUPPORTED_BY_SDPA = ("s_aux", "sinks")
+# parameters of a layer that may attend to other tokens than its own
+OTHER_TOKENS = {"key_value_states", "encoder_hidden_states", "cross_attention_states", "key", "keys"}
 
 # the keys of a model's configuration that hold settings, and what they are where it does not have them
 SETTINGS = {
@@ -84,23 +92,34 @@ def is_delegated(module: nn.Module, query: Tensor, key: Tensor, **kwargs) -> boo
         **kwargs: what else the model passes to its attention.
 
     Raises:
-        ValueError: a causal layer outside an encoder-decoder model.
+        ValueError: a causal layer outside an encoder-decoder model, or a sink.
     """
-    if kwargs.get("sliding_window") is not None:
-        return True
+    _refuse(UNSUPPORTED_BY_SDPA, module, kwargs)
     causal = kwargs.get("is_causal") or getattr(module, "is_causal", False)
     if causal and not getattr(module.config, "is_encoder_decoder", False):
         raise ValueError(
             f'attn_implementation="yoso" needs an encoder, but {type(module).__name__} is causal: '
             "YOSO attends in both directions"
         )
-    crosses = "Cross" in type(module).__name__ or query.shape[2] != key.shape[2]
-    return causal or crosses or getattr(module, "is_decoder", False)
+    if causal or kwargs.get("sliding_window") is not None:
+        return True
+    return query.shape[2] != key.shape[2] or _may_cross(module)
+
+
+def _may_cross(module: nn.Module) -> bool:
+    """Whether a layer is a decoder's, or may attend to other tokens than its own and does not say whether it does."""
+    if "Cross" in type(module).__name__ or getattr(module, "is_cross_attention", False):
+        return True
+    if hasattr(module, "is_decoder"):
+        return module.is_decoder
+    return not OTHER_TOKENS.isdisjoint(inspect.signature(type(module).forward).parameters)
 
 
 @functools.lru_cache(maxsize=128)
 def _kept_hash_parameters(seed: int, layer_idx: int, sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    return HashFunctions.seeded(seed, layer_idx, *sizes, device=device).parameters
+    # torch.export runs models on tensors without data, which must not be kept
+    with _disable_current_modes():
+        return HashFunctions.seeded(seed, layer_idx, *sizes, device=device).parameters
 
 
 # a compiled model holds them as constants: a graph cannot make the generator that they are drawn from
@@ -109,15 +128,26 @@ def _seeded_hash_parameters(seed: int, layer_idx: int, sizes: tuple[int, ...], d
     return _kept_hash_parameters(seed, layer_idx, sizes, device)
 
 
-def _check(module: nn.Module, attention_mask: Tensor | None, **kwargs) -> None:
-    for name in UNSUPPORTED:
+def _refuse(names: tuple[str, ...], module: nn.Module, kwargs: dict) -> None:
+    for name in names:
         if kwargs.get(name) is not None:
             raise ValueError(f'attn_implementation="yoso" cannot use the {name} of {type(module).__name__}')
-    if attention_mask is not None and attention_mask.dim() != 2:
+
+
+def key_mask_of(attention_mask: Tensor | None) -> Tensor | None:
+    """The mask of keys [B, N] in an attention mask [B, 1, 1, N].
+
+    Raises:
+        ValueError: a mask that differs by query or head.
+    """
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 4 or attention_mask.shape[1:3] != (1, 1):
         raise ValueError(
             'attn_implementation="yoso" needs an attention_mask of shape [B, N], 1 for a real token, got '
             f"{list(attention_mask.shape)}: it cannot mask single pairs of tokens"
         )
+    return attention_mask[:, 0, 0]
 
 
 def yoso_attention_forward(
@@ -130,7 +160,7 @@ def yoso_attention_forward(
         query: [B, H, N, D].
         key: [B, Hk, N, D], Hk a divisor of H.
         value: [B, Hk, N, D].
-        attention_mask: bool [B, N], True for a real token; None: all are real.
+        attention_mask: bool [B, 1, 1, N], True for a real token; None: all are real.
         **kwargs: what else the model passes. Dropout and scaling are not used: YOSO has no attention dropout, and
             its weights depend on angles.
 
@@ -155,14 +185,12 @@ def yoso_expectation_attention_forward(
 def _attention(module, query, key, value, attention_mask, settings, **kwargs) -> tuple[Tensor, None]:
     if is_delegated(module, query, key, **kwargs):
         logger.warning_once(
-            f"{type(module).__name__} is computed by sdpa where it is causal, has a sliding window or attends to "
-            "other tokens than its own; YOSO computes the other layers."
+            f"Softmax remains where {type(module).__name__} is causal, has a sliding window, or may attend to other "
+            "tokens than its own; YOSO computes the other layers, if there are any."
         )
-        if attention_mask is not None and attention_mask.dim() == 2:
-            attention_mask = attention_mask[:, None, None, :]
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    _check(module, attention_mask, **kwargs)
-    return yoso_from_settings(module, query, key, value, attention_mask, settings), None
+    _refuse(UNSUPPORTED, module, kwargs)
+    return yoso_from_settings(module, query, key, value, key_mask_of(attention_mask), settings), None
 
 
 def yoso_from_settings(
@@ -204,9 +232,9 @@ def _hash_functions(module: nn.Module, query: Tensor, settings: dict) -> HashFun
 
 
 def make_mask(*, attention_mask: Tensor | None, mask_function, **kwargs) -> Tensor | None:
-    """The mask that a layer's attention gets: bool [B, N] as it is, or sdpa's for a layer that is left to sdpa."""
+    """The mask that a layer's attention gets: bool [B, 1, 1, N], or sdpa's for a layer that is left to sdpa."""
     if mask_function is bidirectional_mask_function:
-        return attention_mask
+        return None if attention_mask is None else attention_mask[:, None, None, :]
     return sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, **kwargs)
 
 
@@ -214,6 +242,21 @@ IMPLEMENTATIONS = {
     "yoso": yoso_attention_forward,
     "yoso_expectation": yoso_expectation_attention_forward,
 }
+
+
+@functools.cache
+def takes_attention(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a model looks its attention up by name, in all parts of it as far as its source shows."""
+    if not model_class._can_set_attn_implementation():
+        return False
+    if model_class._supports_sdpa:
+        return True
+    # transformers looks for one layer that does; another of the same model may have a softmax of its own
+    layers = re.split(r"^class ", inspect.getsource(sys.modules[model_class.__module__]), flags=re.MULTILINE)
+    return not any(
+        re.match(r"\w*Attention\w*\(nn\.Module\)", layer) and "softmax(" in layer and "get_interface(" not in layer
+        for layer in layers
+    )
 
 
 def register_attention() -> None:
@@ -229,10 +272,10 @@ def register_attention() -> None:
     @functools.wraps(check)
     def check_and_refuse(self, requested_attention, *args, **kwargs):
         # transformers takes a registered name for every model, also for those that never look it up
-        if requested_attention in IMPLEMENTATIONS and not self._can_set_attn_implementation():
+        if requested_attention in IMPLEMENTATIONS and not takes_attention(type(self)):
             raise ValueError(
                 f'{type(self).__name__} does not take attn_implementation="{requested_attention}": '
-                "its attention is not written for transformers' attention interface"
+                "its attention is not, or not all, written for transformers' attention interface"
             )
         return check(self, requested_attention, *args, **kwargs)
 

@@ -10,7 +10,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import MAX_EXACT_HASH_CODE_LEN
-from .attention_interface import attention_settings, is_delegated, make_mask, yoso_from_settings
+from .attention_interface import (
+    attention_settings,
+    is_delegated,
+    key_mask_of,
+    make_mask,
+    takes_attention,
+    yoso_from_settings,
+)
 from .hashing import MAX_HASH_CODE_LEN
 
 NAME = "yoso_fitting"
@@ -39,10 +46,7 @@ class _Errors:
     delegated: dict[int, list[int]] = field(default_factory=dict)
 
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
-        softmax_mask = attention_mask
-        if attention_mask is not None and attention_mask.dim() == 2:
-            softmax_mask = attention_mask[:, None, None, :]
-        out, _ = sdpa_attention_forward(module, query, key, value, softmax_mask, **kwargs)
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         layer = getattr(module, "layer_idx", None)
         if layer is None:
             raise ValueError(f"model must number its layers, but {type(module).__name__} has no layer_idx")
@@ -51,12 +55,13 @@ class _Errors:
             length = settings["hash_code_len"]
             self.delegated[layer] = [length] * query.shape[1] if isinstance(length, int) else length
             return out, None
-        real = 1 if attention_mask is None else attention_mask[:, :, None, None]
+        key_mask = key_mask_of(attention_mask)
+        real = 1 if key_mask is None else key_mask[:, :, None, None]
         self._add(self.squares, layer, (out * real).square().sum((0, 1, 3)))
         errors = []
         for candidate in candidates(settings["use_expectation"]):
             settings["hash_code_len"] = [candidate] * query.shape[1]
-            approximation = yoso_from_settings(module, query, key, value, attention_mask, settings)
+            approximation = yoso_from_settings(module, query, key, value, key_mask, settings)
             errors.append(((approximation - out) * real).square().sum((0, 1, 3)))
         self._add(self.errors, layer, torch.stack(errors))
         return out, None
@@ -91,7 +96,7 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
     Raises:
         ValueError: no inputs, or a model that does not take YOSO or does not number its layers.
     """
-    if not model._can_set_attn_implementation():
+    if not takes_attention(type(model)):
         raise ValueError(f"model must take another attn_implementation, got a {type(model).__name__}, which does not")
     sums = _Errors()
     before, training = model.config._attn_implementation, model.training

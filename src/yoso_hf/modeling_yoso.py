@@ -537,7 +537,7 @@ class YosoForSequenceClassification(YosoPreTrainedModel):
             labels: classes, int64, shape [B]; or floating point, shape [B] for a regression, [B, num_labels]
                 for several classes at once. config.problem_type says which; where it is None, num_labels and
                 the dtype of the labels do.
-            **kwargs: see YosoModel.
+            **kwargs: see YosoModel; num_items_in_batch divides the loss in place of the number of labels.
 
         Returns:
             SequenceClassifierOutput with logits of shape [B, num_labels].
@@ -555,6 +555,8 @@ class YosoForSequenceClassification(YosoPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+            if self.config.problem_type != "single_label_classification":
+                loss = part_of_batch(loss, labels, kwargs.get("num_items_in_batch"))
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -587,7 +589,7 @@ class YosoForMultipleChoice(YosoPreTrainedModel):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see YosoModel, with a
                 dimension for the choices after the batch: [B, choices, N] where YosoModel has [B, N].
             labels: int64, shape [B], the right choice.
-            **kwargs: see YosoModel.
+            **kwargs: see YosoModel; num_items_in_batch divides the loss in place of the number of labels.
 
         Returns:
             MultipleChoiceModelOutput with logits of shape [B, choices].
@@ -610,7 +612,9 @@ class YosoForMultipleChoice(YosoPreTrainedModel):
         )
         pooled = first_token(outputs.last_hidden_state, attention_mask)
         logits = self.classifier(F.relu(self.pre_classifier(pooled))).view(-1, num_choices)
-        loss = None if labels is None else F.cross_entropy(logits, labels)
+        loss = None
+        if labels is not None:
+            loss = part_of_batch(F.cross_entropy(logits, labels), labels, kwargs.get("num_items_in_batch"))
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -759,6 +763,14 @@ def count_labels(labels: Tensor, num_items_in_batch: Tensor | int | None) -> Ten
     if num_items_in_batch is None:
         return (labels != IGNORED_LABEL).sum().clamp(min=1)
     return torch.as_tensor(num_items_in_batch).clamp(min=1)
+
+
+def part_of_batch(mean: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """The part of a larger batch's mean loss that is these labels', of which `mean` is the mean loss."""
+    if num_items_in_batch is None:
+        return mean
+    # a tensor, as Trainer counts them, may be on another device
+    return mean * (labels.numel() / torch.as_tensor(num_items_in_batch, device=mean.device))
 
 
 __all__ = [
