@@ -38,7 +38,9 @@ ASKED = {
 }
 # asked, aim for 16 times the length
 GROWTH = (18, 16)
-BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+FAST_BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION")
+# several times as slow, for where there is neither
+OTHER_BACKEND = "EFFICIENT_ATTENTION"
 # asked, aim for times as fast as the authors' kernels
 ASKED_OF_AUTHORS = (8, 20)
 AUTHORS_LENGTH = 4096
@@ -75,12 +77,13 @@ def attention(args: argparse.Namespace) -> tuple[Rows, Rows]:
     for task, asked in ASKED.items():
         ours = {}
         for length in args.lengths:
-            peers = [SoftmaxBackend(args.device, task, length, **SHAPE, backend=name) for name in BACKENDS]
+            peers = [SoftmaxBackend(args.device, task, length, **SHAPE, backend=name) for name in FAST_BACKENDS]
             peers = [peer for peer in peers if peer.works()]
+            peers = peers or [SoftmaxBackend(args.device, task, length, **SHAPE, backend=OTHER_BACKEND)]
             group = measure([Sampled(args.device, task, length, **SHAPE), *peers], args.repeats, args.seconds)
             rows += group
             ours[length] = group[0]["ms"]
-            if length in asked and peers:
+            if length in asked:
                 fastest = min(row["times_the_first"] for row in group[1:])
                 name = f"{task}, N = {length}: times as fast as softmax"
                 table.append(compare(name, fastest, asked=asked[length][0], aim=asked[length][1]))
@@ -182,7 +185,8 @@ class Training(Case):
 
     def setup(self) -> None:
         torch.manual_seed(0)
-        self.model = self.build().to(self.device).train()
+        with torch.device(self.device):
+            self.model = self.build().train()
         self.ids = torch.randint(10, 50000, (self.batch, TRAINING_LENGTH), device=self.device)
         masked = torch.rand(self.ids.shape, device=self.device) < 0.15
         self.labels = self.ids.masked_fill(~masked, -100)
@@ -206,7 +210,9 @@ class Training(Case):
             self.setup()
             self.run()
             torch.cuda.synchronize()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
             return False
         finally:
             self.model = self.ids = self.labels = None
@@ -231,9 +237,9 @@ class SoftmaxTraining(Training):
         return RobertaForMaskedLM._from_config(config, attn_implementation="sdpa")
 
 
-def largest_batch(kind: type[Training], device: str) -> int:
+def largest_batch(kind: type[Training], device: str, guess: int) -> int:
     """The most sequences that a step can have, to within a sixteenth."""
-    fits, fails = 0, 1
+    fits, fails = 0, guess
     while kind(device, fails).fits():
         fits, fails = fails, 2 * fails
     while fails - fits > max(1, fits // 16):
@@ -250,7 +256,7 @@ def training(args: argparse.Namespace) -> tuple[Rows, Rows]:
     rows = measure([kind(args.device, args.batch) for kind in kinds], args.repeats, args.seconds)
     for row, kind in zip(rows, kinds, strict=True):
         row["tokens_per_second"] = 1e3 * args.batch * TRAINING_LENGTH / row["ms"]
-        row["largest_batch"] = largest_batch(kind, args.device)
+        row["largest_batch"] = largest_batch(kind, args.device, args.batch)
     ours, softmax = rows
     speed = softmax["ms"] / ours["ms"]
     batches = ours["largest_batch"] / softmax["largest_batch"]
@@ -269,7 +275,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="of attention")
     parser.add_argument("--authors", type=Path, help="a clone of mlpen/YOSO, for the group authors")
-    parser.add_argument("--batch", type=int, default=16, help="sequences of a timed training step")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a timed training step")
     args = parse_arguments(parser)
     if args.authors is not None and not (args.authors / AUTHORS_SOURCES).is_dir():
         parser.error(f"--authors {args.authors}: a clone of mlpen/YOSO has {AUTHORS_SOURCES}, this has not")
@@ -278,7 +284,8 @@ def main() -> None:
         group_rows, group_table = GROUPS[name](args)
         rows += [{"group": name, **row} for row in group_rows]
         table += group_table
-    print_table(table)
+        # not at the end: a run may be cut short
+        print_table(group_table)
     write_results(args, rows, table)
 
 

@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MIN_RUNS = 3
 GPU_RUNS = 5
+# seconds, beside which the time that Python takes to ask for a run is nothing
+LONG_GPU_RUN = 0.1
 # the arguments of benchmarks that choose among their cases
 CASE_ARGUMENTS = ("groups", "lengths", "length", "pair_lengths", "limit", "settings", "fit_sentences", "batch")
 
@@ -97,16 +99,14 @@ def measure(cases: list[Case], repeats: int, seconds: float, memory: bool = Fals
             case.verify()
         except WrongResult as error:
             raise SystemExit(f"wrong result of {case}, {case.name}: {error}") from error
-    times = [[] for _ in cases]
-    waiting = list(zip(cases, times, strict=True))
+    times, spent = [[] for _ in cases], [0.0 for _ in cases]
+    waiting = list(range(len(cases)))
     while waiting:
-        for case, case_times in waiting:
-            case_times.append(_time(case))
-        waiting = [
-            (case, case_times)
-            for case, case_times in waiting
-            if len(case_times) < MIN_RUNS or (len(case_times) < repeats and sum(case_times) < seconds)
-        ]
+        for i in waiting:
+            start = perf_counter()
+            times[i].append(_time(cases[i]))
+            spent[i] += perf_counter() - start
+        waiting = [i for i in waiting if len(times[i]) < MIN_RUNS or (len(times[i]) < repeats and spent[i] < seconds)]
     rows = []
     for case, case_times in zip(cases, times, strict=True):
         row = {"case": case.name, **dataclasses.asdict(case)}
@@ -130,14 +130,18 @@ def _time(case: Case) -> float:
 
 
 def _gpu_time(case: Case) -> float:
-    # several runs between two events, so that the GPU does not wait for Python
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(GPU_RUNS):
-        case.run()
-    end.record()
-    end.synchronize()
-    return 1e-3 * start.elapsed_time(end) / GPU_RUNS
+    def seconds_of(runs: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(runs):
+            case.run()
+        end.record()
+        end.synchronize()
+        return 1e-3 * start.elapsed_time(end) / runs
+
+    seconds = seconds_of(1)
+    # short runs come several at a time, so that the GPU does not wait for Python
+    return seconds if seconds > LONG_GPU_RUN else seconds_of(GPU_RUNS)
 
 
 def peak_memory(case: Case) -> float | None:
@@ -155,12 +159,15 @@ def peak_memory(case: Case) -> float | None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["yoso_hf"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_memory_growth, case).result()
+        # without the tensors of this process
+        return pool.submit(_memory_growth, dataclasses.replace(case)).result()
 
 
 def _memory_growth(case: Case) -> float:
     case.setup()
     if case.device == "cuda":
+        # libraries get their workspaces in the first run
+        case.run()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         case.run()
@@ -287,7 +294,10 @@ def machine() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    try:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 def write_results(

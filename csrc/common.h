@@ -11,6 +11,9 @@
 #include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
+#include <exception>
+#include <initializer_list>
+#include <optional>
 
 #ifdef __CUDACC__
 #define YOSO_HOST_DEVICE __host__ __device__
@@ -63,9 +66,24 @@ Rows<T> mutable_rows_of(const Tensor& x) {
   return {static_cast<T*>(x.mutable_data_ptr()), x.stride(0), x.stride(1), x.stride(2)};
 }
 
+// An uninitialised tensor. Why torch gives none, the stable ABI does not tell; there is nothing but memory that it could
+// lack. Programs that go on with a smaller batch know torch's own messages.
+inline Tensor empty_tensor(const Tensor& like, std::initializer_list<int64_t> sizes,
+                           std::optional<ScalarType> dtype = std::nullopt) {
+  try {
+    return torch::stable::new_empty(like, sizes, dtype);
+  } catch (const std::exception&) {
+    int64_t elements = 1;
+    for (const int64_t size : sizes) elements *= size;
+    STD_TORCH_CHECK(false, like.is_cuda() ? "CUDA out of memory." : "DefaultCPUAllocator: can't allocate memory.",
+                    " Tried to allocate a tensor of ", elements, " elements.");
+    throw;
+  }
+}
+
 // An uninitialised [B, H, N, D] with the memory order [B, N, H, D], so that merging the heads is a view.
 inline Tensor empty_heads_last(const Tensor& like, int64_t B, int64_t H, int64_t N, int64_t D) {
-  Tensor memory = torch::stable::new_empty(like, {B, N, H, D});
+  Tensor memory = empty_tensor(like, {B, N, H, D});
   return torch::stable::transpose(memory, 1, 2);
 }
 
@@ -76,8 +94,8 @@ inline ScalarType length_dtype(const Tensor& rows) {
 
 // Uninitialised [B, H, N] for rows of out [B, H, N, D]; of shape [0] unless unit.
 inline Tensor empty_inverse_length(const Tensor& out, bool unit) {
-  if (!unit) return torch::stable::new_empty(out, {0}, length_dtype(out));
-  return torch::stable::new_empty(out, {out.size(0), out.size(1), out.size(2)}, length_dtype(out));
+  if (!unit) return empty_tensor(out, {0}, length_dtype(out));
+  return empty_tensor(out, {out.size(0), out.size(1), out.size(2)}, length_dtype(out));
 }
 
 // codes of tau = 16 bits do not fit int16 beside the -1 of masked rows

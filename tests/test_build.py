@@ -5,7 +5,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from time import perf_counter
 
+import gpu_check
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -68,3 +70,26 @@ def test_required_cuda_that_is_missing_is_an_error(tmp_path):
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert run.returncode != 0
     assert "no CUDA toolkit was found" in run.stderr
+
+
+def test_a_step_of_gpu_check_ends_in_time_with_all_that_it_started():
+    start = perf_counter()
+    name, result, seconds = gpu_check.run("long", ["sh", "-c", "sleep 60 & sleep 60"], 1)
+    assert (name, result) == ("long", "STOPPED after 1 s")
+    # the process in the background holds the pipe that is read
+    assert 1 <= seconds <= perf_counter() - start < 30
+
+
+def test_gpu_check_does_not_pass_without_kernels(monkeypatch):
+    """All its tests would be skipped."""
+    started = []
+
+    def run(name, *_, **__):
+        started.append(name)
+        return name, "FAILED (1)" if name == "load" else "passed", 0.0
+
+    monkeypatch.setattr(gpu_check, "run", run)
+    for name, value in (("is_available", True), ("get_device_capability", (9, 0)), ("get_device_name", "a GPU")):
+        monkeypatch.setattr(gpu_check.torch.cuda, name, lambda value=value: value)
+    assert gpu_check.main() == 1
+    assert started == ["build", "load"]

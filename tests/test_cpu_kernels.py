@@ -203,3 +203,25 @@ def test_crowded_buckets_take_linear_time(clusters):
     # linear is 4, quadratic 16
     short, long = (statistics.median(times[length]) for length in lengths)
     assert long < 7 * short
+
+
+OUT_OF_MEMORY = """
+import resource
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from yoso_hf import ops
+resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+rows = torch.zeros(1, 1, 1, 8).expand(40, 100, 100_000, 8)
+try:
+    ops.expectation_attention(rows, rows, rows, 9, False, True)
+except RuntimeError as error:
+    assert "Tried to allocate a tensor of 3200000000 elements" in str(error), error
+    assert should_reduce_batch_size(error)
+else:
+    raise SystemExit("the result, of 12.8 GB, was allocated")
+"""
+
+
+def test_out_of_memory_is_known_to_accelerate():
+    """Which then tries a smaller batch (auto_find_batch_size)."""
+    subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], check=True)

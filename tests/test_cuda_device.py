@@ -88,7 +88,7 @@ def test_operators_refuse_tensors_of_several_devices():
     query, key, value = tensors(1, 2, 50)
     functions = HashFunctions.sample(2, 64, 8, 9, device="cuda")
     codes = functions.codes(query)
-    mask = torch.ones(1, 50, dtype=torch.bool)
+    mask = torch.ones(1, 50, dtype=torch.bool, device="cpu")
     with pytest.raises(RuntimeError, match="parameters must be on the device"):
         ops.hash_hadamard(query, functions.parameters.cpu(), None, 8, 9)
     with pytest.raises(RuntimeError, match="mask must be on the device"):

@@ -189,7 +189,7 @@ Tensor hash_cpu(const Tensor& input, const Tensor& parameters, const std::option
   if (input_mask.has_value()) mask = torch::stable::contiguous(*input_mask);
   const bool* mask_data = mask.has_value() ? static_cast<const bool*>(mask->const_data_ptr()) : nullptr;
   const Tensor x = dense_rows(input);
-  Tensor out = on_huge_pages(torch::stable::new_empty(x, {B, H, num_hash, N}, code_dtype(hash_code_len)));
+  Tensor out = on_huge_pages(empty_tensor(x, {B, H, num_hash, N}, code_dtype(hash_code_len)));
   dispatch_floating(x, [&](auto element) {
     dispatch_codes(out, [&](auto code) {
       hash_rows<decltype(element), decltype(code)>(x, parameters, mask_data, use_hadamard, num_hash, hash_code_len,

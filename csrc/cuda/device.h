@@ -84,10 +84,11 @@ void launch(const Device& device, void (*kernel)(Parameters...), int64_t blocks,
             Arguments&&... arguments) {
   if (blocks == 0) return;
   STD_TORCH_CHECK(blocks <= INT32_MAX, "too many blocks for one launch: ", blocks);
+  // as much as there is, not what this launch needs: another thread may launch the kernel with more at the same time
   if (shared_bytes > kDefaultSharedBytes)
-    check_cuda(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-        "shared memory");
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(device.shared_bytes())),
+               "shared memory");
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(threads);
@@ -100,7 +101,6 @@ void launch(const Device& device, void (*kernel)(Parameters...), int64_t blocks,
   config.numAttrs = early && device.starts_early() ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(std::forward<Arguments>(arguments))...),
              "launch");
-  check_cuda(cudaGetLastError(), "launch");
 }
 
 // The block's shared memory, whose size the launch gives: the only kind that kernels use.

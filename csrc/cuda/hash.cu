@@ -498,7 +498,7 @@ Tensor hash_cuda(const Tensor& input, const Tensor& parameters, const std::optio
   std::optional<Tensor> mask;
   if (input_mask.has_value()) mask = torch::stable::contiguous(*input_mask);
   const int64_t B = x.size(0), H = x.size(1), N = x.size(2);
-  Tensor out = torch::stable::new_empty(x, {B, H, num_hash, N}, code_dtype(hash_code_len));
+  Tensor out = empty_tensor(x, {B, H, num_hash, N}, code_dtype(hash_code_len));
   dispatch_floating(x, [&](auto element) {
     using In = decltype(element);
     const Problem problem = {

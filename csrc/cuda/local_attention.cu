@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kRowThreads)
 
 Tensor pack_codes(const Device& device, const Tensor& codes, const WordLayout& layout, uint32_t filler) {
   const int64_t B = codes.size(0), H = codes.size(1), m = codes.size(2), N = codes.size(3);
-  Tensor words = torch::stable::new_empty(codes, {B, H, layout.words, N + kPadding}, ScalarType::Int);
+  Tensor words = empty_tensor(codes, {B, H, layout.words, N + kPadding}, ScalarType::Int);
   const auto pack = [&](auto code) {
     launch(device, pack_codes_kernel<decltype(code)>, B * H * layout.words * divide_up(N + kPadding, kRowThreads),
            kRowThreads, 0, static_cast<const decltype(code)*>(codes.const_data_ptr()), layout, static_cast<int>(m),

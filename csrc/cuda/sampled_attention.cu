@@ -386,10 +386,10 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   const int64_t heads_added = std::clamp<int64_t>(tables / num_hash, 1, heads_sorted);
   const int64_t hashes_added = std::clamp<int64_t>(tables, 1, num_hash);
   const Tensor memory =
-      torch::stable::new_empty(value, {heads_added * hashes_added * table_bytes}, ScalarType::Byte);
+      empty_tensor(value, {heads_added * hashes_added * table_bytes}, ScalarType::Byte);
   p.tables = static_cast<Sum<In>*>(memory.mutable_data_ptr());
   const int64_t num_sums = hashes_added < num_hash ? heads_added * p.N * p.row_columns : 0;
-  const Tensor sums = torch::stable::new_empty(value, {num_sums}, length_dtype(value));
+  const Tensor sums = empty_tensor(value, {num_sums}, length_dtype(value));
   p.sums = static_cast<Accumulator<In>*>(sums.mutable_data_ptr());
   const bool whole = aligned(p.value, p.Dv) && aligned(p.out, p.Dv);
   const auto build = whole ? build_tables_kernel<In, Code, true> : build_tables_kernel<In, Code, false>;

@@ -822,8 +822,8 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
       fits_tensor_cores(grad) && fits_tensor_cores(query) && fits_tensor_cores(key) && fits_tensor_cores(value);
 
   const ScalarType sum_dtype = length_dtype(query);
-  const Tensor lengths = torch::stable::new_empty(query, {heads_added, N + M}, sum_dtype);
-  const Tensor sums = torch::stable::new_empty(query, {heads_added, N + M, D}, sum_dtype);
+  const Tensor lengths = empty_tensor(query, {heads_added, N + M}, sum_dtype);
+  const Tensor sums = empty_tensor(query, {heads_added, N + M, D}, sum_dtype);
   T *inverse_length = static_cast<T*>(lengths.mutable_data_ptr()), *sum = static_cast<T*>(sums.mutable_data_ptr());
   for (int64_t sorted = 0; sorted < all_heads; sorted += heads_sorted) {
     const int64_t sorted_end = std::min(sorted + heads_sorted, all_heads);

@@ -95,8 +95,8 @@ inline SortedCodes sort_codes(const Device& device, const Tensor& codes, int64_t
   const int64_t num_hash = codes.size(2), rows = codes.size(3), lists = heads * num_hash;
   STD_TORCH_CHECK(rows <= INT32_MAX - kWarp, "too many rows: ", rows);
   const int32_t table_size = int32_t{1} << hash_code_len;
-  SortedCodes sorted{torch::stable::new_empty(codes, {lists, rows}, ScalarType::Int),
-                     torch::stable::new_empty(codes, {lists, table_size + 1}, ScalarType::Int)};
+  SortedCodes sorted{empty_tensor(codes, {lists, rows}, ScalarType::Int),
+                     empty_tensor(codes, {lists, table_size + 1}, ScalarType::Int)};
   const int64_t bytes = std::min(table_size, kSortCounters) * int64_t{sizeof(int32_t)};
   const int64_t warps = std::clamp<int64_t>(static_cast<int64_t>(kDefaultSharedBytes) / bytes, 1, 8);
   dispatch_codes(codes, [&](auto code) {

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kRowThreads)
 template <class In, class Pairs>
 Tensor inverse_lengths(const Device& device, const Tensor& rows, const Pairs& pairs) {
   const int64_t B = rows.size(0), H = rows.size(1), N = rows.size(2), D = rows.size(3);
-  Tensor inverse_length = torch::stable::new_empty(rows, {B, H, N}, length_dtype(rows));
+  Tensor inverse_length = empty_tensor(rows, {B, H, N}, length_dtype(rows));
   const Rows<const In> from = rows_of<In>(rows);
   const int lane_bits = lane_bits_for(D);
   launch(device, aligned(from, D) ? inverse_length_kernel<In, true, Pairs> : inverse_length_kernel<In, false, Pairs>,
