@@ -60,9 +60,10 @@ inline void check_hash(const Tensor& x, const Tensor& parameters, const std::opt
                   "parameters must be contiguous float32 with one entry a head");
   const int64_t D = x.size(3), size = parameters.size(2);
   if (use_hadamard) {
-    STD_TORCH_CHECK(size >= D && (size & (size - 1)) == 0 && size > 0 &&
+    STD_TORCH_CHECK(size >= D && (size & (size - 1)) == 0 && size >= 32 &&
                         parameters.size(1) == 2 + hash_code_len * ((num_hash + size - 1) / size),
-                    "parameters must have shape [H, 2 + hash_code_len * ceil(num_hash / P), P], P a power of two >= D");
+                    "parameters must have shape [H, 2 + hash_code_len * ceil(num_hash / P), P], P a power of two, at "
+                    "least D and 32");
   } else {
     STD_TORCH_CHECK(size == D && parameters.size(1) == hash_code_len * num_hash,
                     "parameters must have shape [H, hash_code_len * num_hash, D]");

@@ -532,3 +532,114 @@ def test_dot_product_comes_closer_to_softmax_than_the_cosine():
         for similarity in ("cosine", "dot_product")
     }
     assert errors["dot_product"] < 0.7 * errors["cosine"]
+
+
+@BOTH
+@pytest.mark.parametrize("normalization", ["l2", None])
+def test_second_derivatives_are_refused(expectation, normalization):
+    """Not taken for zero."""
+    tensors = [x.requires_grad_() for x in inputs(N=6, M=6, Dv=16)]
+    out = yoso_attention(*tensors, expectation=expectation, normalization=normalization)
+    gradients = torch.autograd.grad((out**3).sum(), tensors, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        torch.autograd.grad(gradients[0].square().sum(), tensors, allow_unused=True)
+
+
+@pytest.mark.parametrize("path", ["compiled", "reference"])
+def test_autocast_does_not_round_what_is_float32(path):
+    """On the reference path in a process of its own, as it is chosen once."""
+    environment = {**os.environ, "YOSO_REFERENCE": "1"} if path == "reference" else dict(os.environ)
+    subprocess.run([sys.executable, "-c", UNDER_AUTOCAST], env=environment, check=True)
+
+
+UNDER_AUTOCAST = """
+import torch
+from yoso_hf import HashFunctions, yoso_attention
+from yoso_hf.attention import attention_weights
+
+def results(**options):
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3)]
+    out = yoso_attention(*tensors, **options)
+    return out, *torch.autograd.grad(out.square().sum(), tensors[2]), attention_weights(*tensors[:2])
+
+for kind in ("hadamard", "gaussian"):
+    functions = HashFunctions.sample(2, 16, 8, 4, kind=kind)
+    for options in ({"expectation": True}, {}, {"local_window": 3}, {"backward": "expectation"}):
+        options["hash_functions"] = functions
+        expected = results(**options)
+        with torch.autocast("cpu", torch.bfloat16):
+            for got, want in zip(results(**options), expected, strict=True):
+                assert got.dtype == torch.float32
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+"""
+
+
+@pytest.mark.parametrize("hash_code_len", [9, [32, 32, 32]])
+def test_float16_holds_the_gradient_of_rows_that_were_short(hash_code_len):
+    """Before they were scaled to length one: their gradient is out of its range then."""
+    tensors = inputs(N=256, M=256, D=64, dtype=torch.float16)
+    found = []
+    for dtype in (torch.float16, torch.float64):
+        rows = [x.to(dtype).requires_grad_() for x in tensors]
+        out = yoso_attention(*rows, expectation=True, hash_code_len=hash_code_len)
+        found.append((out, *torch.autograd.grad(out[..., 0].sum(), rows)))
+    for got, truth in zip(*found, strict=True):
+        assert got.dtype == torch.float16
+        assert (got - truth).norm() <= 5e-3 * truth.norm()
+
+
+@pytest.mark.parametrize("scale", [3000, 1e-5])
+def test_float16_holds_rows_whose_sum_it_does_not(scale):
+    """Of equal keys, all values: too large a number, or one with few bits."""
+    query, key, value = inputs(N=300, M=300, dtype=torch.float16)
+    key = key[:, :, :1].expand_as(key)
+    value = (value.abs() * scale).half()
+    functions = HashFunctions.sample(3, 16, 8, 4)
+    out, truth = (
+        yoso_attention(*(x.to(dtype) for x in (query, key, value)), hash_functions=functions)
+        for dtype in (torch.float16, torch.float64)
+    )
+    assert (out - truth).norm() <= 2e-3 * truth.norm()
+
+
+@pytest.mark.parametrize("expectation", [False, True])
+def test_masked_keys_may_hold_anything_with_dot_products(expectation):
+    query, key, value = inputs(N=20, M=20)
+    mask = torch.arange(20).expand(2, 20) < 15
+    found = []
+    for anything in (0.0, float("nan")):
+        tensors = [x.clone().requires_grad_() for x in (query, key, value)]
+        with torch.no_grad():
+            for x in tensors[1:]:
+                x[:, :, 15:] = anything
+        functions = HashFunctions.seeded(0, 0, 3, 18, 8, 4)
+        options = {"expectation": expectation, "hash_functions": functions, "similarity": "dot_product"}
+        out = yoso_attention(*tensors, mask, **options)
+        found.append([out, *(x[:, :, :15] for x in torch.autograd.grad(out.sum(), tensors))])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("M", [3, 100])
+def test_equal_keys_have_dot_products_without_a_gradient(M):
+    """What rounding leaves of them must not become a direction."""
+    query, key, value = inputs(M=M)
+    key = key[:, :, :1].expand_as(key).clone().requires_grad_()
+    out = yoso_attention(query, key, value, expectation=True, similarity="dot_product", normalization=None)
+    # all cosines are zero
+    torch.testing.assert_close(out, value.sum(2, keepdim=True).expand_as(out) * 0.5**9, rtol=1e-5, atol=1e-6)
+    assert not torch.autograd.grad(out.sum(), key)[0].any()
+
+
+def test_tiny_weights_are_divided_by_their_sum():
+    """Whose square is out of float32's range."""
+    query, key, value = inputs(B=1, H=1, N=1, M=1)
+    query = -key + 0.3 * query
+    weight = attention_weights(query, key, hash_code_len=[32]).item()
+    assert 0 < weight < 1e-20
+    tensors = [x.requires_grad_() for x in (query, key, value)]
+    out = yoso_attention(*tensors, expectation=True, hash_code_len=[32], normalization="sum")
+    torch.testing.assert_close(out, value)
+    for gradient in torch.autograd.grad(out.sum(), tensors):
+        assert gradient.isfinite().all()

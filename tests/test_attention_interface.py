@@ -243,6 +243,17 @@ def test_a_mask_that_a_model_expands_by_itself():
     torch.testing.assert_close(model(pixels, mask.long(), shapes).pooler_output, together, rtol=1e-4, atol=1e-5)
 
 
+def test_a_mask_that_a_model_makes_by_itself():
+    """LayoutLM's is added to softmax's weights."""
+    model = transformers.LayoutLMModel._from_config(transformers.LayoutLMConfig(**LONG), attn_implementation="yoso")
+    model.eval()
+    ids, mask = padded(tokens(), (21, 13, 1), "bert")
+    together = model(ids, attention_mask=mask).last_hidden_state
+    for row, length in enumerate((21, 13, 1)):
+        alone = model(ids[row : row + 1, :length]).last_hidden_state
+        torch.testing.assert_close(together[row, :length], alone[0], rtol=1e-3, atol=1e-4)
+
+
 def test_what_yoso_cannot_compute_is_refused():
     config = transformers.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=4, n_positions=64)
     model = transformers.AutoModel.from_config(config, attn_implementation="yoso")

@@ -381,8 +381,8 @@ def test_it_is_ignored_where_the_expectation_is_computed():
 @pytest.mark.parametrize(
     ("window", "length", "message"),
     [
-        (-1, 50, "local_window must be an integer of at least 0, got -1"),
-        (2.0, 50, "local_window must be an integer of at least 0, got 2.0"),
+        (-1, 50, "local_window must be at least 0, got -1"),
+        (2.0, 50, "local_window must be an integer, got 2.0"),
         (3, 49, "local_window needs as many queries as keys, got 49 and 50"),
     ],
 )

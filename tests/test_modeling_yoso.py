@@ -598,6 +598,19 @@ def test_batch_without_labels_has_loss_zero(sparse_prediction, num_items_in_batc
         assert not gradient.any(), name
 
 
+@pytest.mark.parametrize("normalization", ["l2", "sum"])
+def test_a_window_over_all_tokens_is_the_expectation(normalization):
+    ids, mask = make_ids(2, 30), make_mask([30, 17], 30)
+    sampled = {"use_expectation": False, "num_hash": 64, "normalization": normalization}
+    outputs = {}
+    for name, changes in (("none", sampled), ("all", {**sampled, "local_window": 29}), ("exact", {**sampled})):
+        torch.manual_seed(0)
+        changes["use_expectation"] = name == "exact"
+        outputs[name] = make_model(YosoModel, **changes)(ids, mask).last_hidden_state[mask]
+    error = (outputs["none"] - outputs["exact"]).norm()
+    assert (outputs["all"] - outputs["exact"]).norm() < 1e-3 * error
+
+
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize(
     ("model_class", "labels"),

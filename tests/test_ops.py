@@ -403,6 +403,7 @@ def test_kernels_refuse_what_would_read_past_a_buffer():
         lambda: ops.unit_rows_backward(grad, grad, torch.ones(2, 2, 8)),
         lambda: ops.hash_hadamard(query, functions.parameters[:, :-1].contiguous(), None, 4, 5),
         lambda: ops.hash_hadamard(query, functions.parameters, torch.ones(2, 3, dtype=torch.bool), 4, 5),
+        lambda: ops.hash_hadamard(query[..., :4], torch.ones(2, 7, 4), None, 4, 5),
         lambda: ops.hash_gaussian(query, functions.parameters, None, 4, 5),
     ]
     for call in bad_calls:

@@ -77,7 +77,9 @@ def yoso_attention(
 
     A key's value is added to a query's output for the share of the hash functions that give both the same code. In
     expectation that is (1 - acos(x) / pi)^hash_code_len, x the cosine of query and key. Lengths of query and key do
-    not matter; a vector of length zero has cosine 0 with every other.
+    not matter. A vector of length zero has cosine 0 with every other; where sampled, two of them share all codes. A
+    NaN in query or key makes exact weights NaN, and sampled ones only different. Second derivatives are refused, and
+    those of forward mode (torch.func.jvp) are zero.
 
     Args:
         query: [B, H, N, D], float16, bfloat16, float32 or float64; N, D >= 1.
@@ -133,8 +135,9 @@ def yoso_attention(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if similarity == "dot_product":
         query, key = _equally_long(query, key, key_mask)
-    if dtype == torch.float16 and (normalization == "sum" or (local_window > 0 and not expectation)):
-        # sums of small weights, which are divided by, leave the range of float16
+    # sums of many values, or of small weights, leave float16's range; CUDA's kernels scale them before they round
+    scaled_late = normalization == "sum" or (normalization == "l2" and not query.is_cuda)
+    if dtype == torch.float16 and (scaled_late or (local_window > 0 and not expectation)):
         query, key, value = query.float(), key.float(), value.float()
     if normalization == "sum":
         # the weights' sum is a column more; zeros before it keep rows aligned to 8 elements, as GPUs read them best
@@ -206,7 +209,9 @@ def attention_weights(
     if similarity == "dot_product":
         query, key = _equally_long(query, key, key_mask)
     power = torch.as_tensor(hash_code_len, device=query.device).view(-1, 1, 1)
-    cosine = F.normalize(query.float(), dim=-1) @ F.normalize(key.float(), dim=-1).transpose(-1, -2)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):
+        cosine = F.normalize(query.to(wide), dim=-1) @ F.normalize(key.to(wide), dim=-1).transpose(-1, -2)
     weights = (1 - torch.acos(cosine.clamp(-1, 1)) / math.pi) ** power
     if key_mask is not None:
         weights = weights.masked_fill(~key_mask[:, None, None], 0)
@@ -221,14 +226,19 @@ def _equally_long(query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[
     dtype = query.dtype
     real_keys = None if key_mask is None else key_mask[:, None, :, None]
     real_queries = real_keys if query.shape[2] == key.shape[2] else None
-    wide = torch.promote_types(dtype, torch.float32)
+    query, key = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key))
     # softmax does not notice a vector taken from all keys, and shorter keys are further apart
     if real_keys is None:
-        mean = key.to(wide).mean(2, keepdim=True)
+        mean = key.mean(2, keepdim=True)
+        key = key - mean
     else:
-        total = real_keys.sum(2, keepdim=True).clamp(min=1)
-        mean = key.to(wide).masked_fill(~real_keys, 0).sum(2, keepdim=True) / total
-    query, key = query.to(wide), key.to(wide) - mean
+        # masked keys may hold anything
+        key = key.masked_fill(~real_keys, 0)
+        mean = key.sum(2, keepdim=True) / real_keys.sum(2, keepdim=True).clamp(min=1)
+        key = (key - mean).masked_fill(~real_keys, 0)
+    # what is left of equal keys is rounding, and would point anywhere
+    rounding = 16 * torch.finfo(key.dtype).eps * mean.abs().amax(-1, keepdim=True)
+    key = key * (key.abs() > rounding).any(-1, keepdim=True).any(2, keepdim=True)
     missing_query, missing_key = _missing_length(query, real_queries), _missing_length(key, real_keys)
     query = torch.cat([query, missing_query, torch.zeros_like(missing_query)], dim=-1)
     key = torch.cat([key, torch.zeros_like(missing_key), missing_key], dim=-1)
@@ -249,14 +259,14 @@ def _missing_length(x: Tensor, real: Tensor | None) -> Tensor:
 def _divide(out: Tensor, total: Tensor) -> Tensor:
     positive = total > 0
     # two steps, because the gradient of a quotient that is masked afterwards would be 0 * inf
-    return out * (positive / torch.where(positive, total, 1))
+    return out / torch.where(positive, total, 1) * positive
 
 
 def _unit_rows(out: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(out, dim=-1, keepdim=True, dtype=torch.promote_types(out.dtype, torch.float32))
     positive = length > 0
     # as above: a zero row has no gradient
-    return out * (positive / torch.where(positive, length, 1))
+    return out / torch.where(positive, length, 1) * positive
 
 
 def _check(query, key, value, key_mask, normalization, backward, expectation, similarity, local_window) -> None:

@@ -135,7 +135,7 @@ def _refuse(names: tuple[str, ...], module: nn.Module, kwargs: dict) -> None:
 
 
 def key_mask_of(attention_mask: Tensor | None) -> Tensor | None:
-    """The mask of keys [B, N] in an attention mask [B, 1, 1, N].
+    """The mask of keys, bool [B, N], in an attention mask [B, 1, 1, N], bool or to be added to softmax's weights.
 
     Raises:
         ValueError: a mask that differs by query or head.
@@ -147,7 +147,9 @@ def key_mask_of(attention_mask: Tensor | None) -> Tensor | None:
             'attn_implementation="yoso" needs an attention_mask of shape [B, N], 1 for a real token, got '
             f"{list(attention_mask.shape)}: it cannot mask single pairs of tokens"
         )
-    return attention_mask[:, 0, 0]
+    key_mask = attention_mask[:, 0, 0]
+    # some models make their masks by themselves, to be added to softmax's weights (LayoutLM)
+    return key_mask == 0 if key_mask.is_floating_point() else key_mask
 
 
 def yoso_attention_forward(
@@ -160,7 +162,8 @@ def yoso_attention_forward(
         query: [B, H, N, D].
         key: [B, Hk, N, D], Hk a divisor of H.
         value: [B, Hk, N, D].
-        attention_mask: bool [B, 1, 1, N], True for a real token; None: all are real.
+        attention_mask: [B, 1, 1, N], bool, True for a real token, or floating point, 0 for a real token; None: all are
+            real.
         **kwargs: what else the model passes. Dropout and scaling are not used: YOSO has no attention dropout, and
             its weights depend on angles.
 

@@ -9,10 +9,12 @@ Letters in shapes: B batch, H heads, N queries, M keys, D head_dim, Dv value col
 Outputs of shape [B, H, rows, columns] have the memory order [B, rows, H, columns]: merging the heads is a view.
 """
 
+import functools
 import importlib
 import logging
 import os
 import zlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -120,6 +122,10 @@ def _saved(ctx, grad):
     if not ctx.unit:
         return grad, ctx.saved_tensors
     *tensors, out, inverse_length = ctx.saved_tensors
+    if out.dtype == torch.float16:
+        # divided by a length, which may be tiny, it can be out of float16's range
+        grad, out = grad.float(), out.float()
+        tensors = [x.float() if x.is_floating_point() else x for x in tensors]
     return unit_rows_backward(grad, out, inverse_length), tensors
 
 
@@ -168,6 +174,26 @@ def _local_gradients(ctx, grad):
     return *gradients, None, None, None, None
 
 
+def _refuse_second(ctx, *grads):  # noqa: ARG001
+    raise NotImplementedError(
+        "YOSO attention has first derivatives only: a loss must not depend on its gradients, as those of "
+        "create_graph=True and torch.autograd.functional.hessian do"
+    )
+
+
+def _at_full_precision(definition: Callable) -> Callable:
+    @functools.wraps(definition)
+    def compute(*arguments):
+        # autocast is still on in here, and would have float32 multiplied in 16 bits
+        device = arguments[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return definition(*arguments)
+        with torch.autocast(device, enabled=False):
+            return definition(*arguments)
+
+    return compute
+
+
 def _register() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")
     fakes = {
@@ -184,7 +210,7 @@ def _register() -> torch.library.Library:
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
         # kernels of a backend take precedence over this key
-        library.impl(name, DEFINITIONS[name], "CompositeExplicitAutograd")
+        library.impl(name, _at_full_precision(DEFINITIONS[name]), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fakes[name], lib=library)
     gradients = {
         "sampled_attention": (_save_sampled, _sampled_gradients),
@@ -193,6 +219,8 @@ def _register() -> torch.library.Library:
     }
     for name, (save, gradient) in gradients.items():
         torch.library.register_autograd(f"{NAMESPACE}::{name}", gradient, setup_context=save, lib=library)
+    for name in (name for name in SCHEMAS if name.endswith("_backward")):
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", _refuse_second, lib=library)
     return library
 
 
