@@ -16,11 +16,12 @@ def tensors(B, H, N, D=64, dtype=torch.bfloat16, device="cuda"):
     return [torch.randn(B, H, N, D, device=device).to(dtype) for _ in range(3)]
 
 
-def step(query, key, value, **options):
+def step(query, key, value, grad=None, **options):
     """The output and the three gradients."""
     inputs = [x.detach().requires_grad_() for x in (query, key, value)]
     out = yoso_attention(*inputs, **options)
-    grad = torch.linspace(-1, 1, out.numel(), device=out.device).to(out.dtype).view_as(out)
+    if grad is None:
+        grad = torch.linspace(-1, 1, out.numel(), device=out.device).to(out.dtype).view_as(out)
     return out, *torch.autograd.grad(out, inputs, grad)
 
 
@@ -112,13 +113,20 @@ def test_another_device_than_the_current_one():
         assert torch.equal(one.to("cuda:0"), other)
 
 
-@pytest.mark.parametrize(("B", "H", "N"), [(1, 1, 2**20), (70000, 1, 5), (1, 2, 131_071)])
+# the second has more than 2^31 bytes before its last sequence
+@pytest.mark.parametrize(("B", "H", "N"), [(1, 1, 2**20), (20, 1, 2**20), (70000, 1, 5), (1, 2, 131_071)])
 def test_sizes_that_leave_32_bits_or_a_grid_dimension(B, H, N):
-    """Against the same rows, alone."""
+    """Against the last sequence, and some of its queries, alone."""
+    if torch.cuda.mem_get_info()[0] < 20 * B * H * N * 64 * 2:
+        pytest.skip("too little memory")
     query, key, value = tensors(B, H, N)
+    grad = query.roll(1, dims=2)
     functions = HashFunctions.sample(H, 64, 4, 9, device="cuda")
-    results = step(query, key, value, hash_functions=functions)
+    results = step(query, key, value, grad, hash_functions=functions)
     assert all(x.isfinite().all() for x in results)
+    last = step(query[-1:], key[-1:], value[-1:], grad[-1:], hash_functions=functions)
+    for one, other in zip(results, last, strict=True):
+        torch.testing.assert_close(one[-1:], other)
     some = slice(N // 2, N // 2 + 7)
     alone = yoso_attention(query[-1:, :, some], key[-1:], value[-1:], hash_functions=functions)
     torch.testing.assert_close(results[0][-1:, :, some], alone)
