@@ -1,3 +1,4 @@
+import itertools
 import json
 import subprocess
 import sys
@@ -447,3 +448,47 @@ def test_a_directory_without_the_authors_sources_is_refused(monkeypatch, capsys,
     with pytest.raises(SystemExit):
         bench_cuda.main()
     assert "a clone of mlpen/YOSO has encoders/" in capsys.readouterr().err
+
+
+def readme_table(corner: str) -> dict[str, dict[int, str]]:
+    """A table of the README, by its rows' names and the lengths over its columns."""
+    lines = (BENCHMARKS.parent / "README.md").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(f"| {corner} |"))
+    rows = []
+    for line in itertools.takewhile(lambda line: line.startswith("|"), lines[first:]):
+        rows.append([cell.strip(" *") for cell in line.strip("|").split("|")])
+    lengths = [int(cell) for cell in rows[0][1:]]
+    return {row[0]: dict(zip(lengths, row[1:], strict=True)) for row in rows[2:]}
+
+
+def measured(name: str, task: str, case: str, field: str) -> dict[int, float]:
+    rows = json.loads((BENCHMARKS / "results" / name).read_text())["rows"]
+    wanted = ("lengths", task, case)
+    return {row["length"]: row[field] for row in rows if (row["group"], row["task"], row["case"]) == wanted}
+
+
+@pytest.mark.parametrize("task", ["forward", BOTH])
+def test_the_readmes_times_of_attention_are_those_of_the_results(task):
+    table = readme_table("ms at N =")
+    times = {
+        name: measured("attention-cpu.json", task, case, "ms")
+        for name, case in (("YOSO", "yoso"), ("softmax", "softmax (sdpa)"))
+    }
+    for name, by_length in times.items():
+        for length, cell in table[f"{name}, {task}"].items():
+            # three digits are shown, of short times two
+            assert float(cell.replace(",", "")) == pytest.approx(by_length[length], rel=5e-3, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["BERT (sdpa)", "transformers' Yoso", "Nystromformer", "Longformer", "YOSO"])
+def test_the_readmes_training_steps_are_those_of_the_results(name):
+    ms, mib = (
+        measured("models-cpu.json", "training step", name.replace("YOSO", "yoso"), f) for f in ("ms", "peak_mib")
+    )
+    for length, cell in readme_table("s / MiB at N =")[name].items():
+        if cell == "–":
+            assert length not in ms
+            continue
+        seconds, memory = (float(x.replace(",", "")) for x in cell.split("/"))
+        assert seconds == pytest.approx(ms[length] / 1e3, abs=0.005)
+        assert memory == pytest.approx(mib[length], abs=0.5)

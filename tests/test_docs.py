@@ -1,10 +1,15 @@
 from pathlib import Path
 
+import torch
 import transformers
 from doc_blocks import python_blocks
 from tokenizers import BertWordPieceTokenizer
 
-DOCS = Path(__file__).parents[1] / "docs"
+from yoso_hf import YosoConfig, YosoForMaskedLM
+from yoso_hf.data import train_tokenizer
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 
@@ -29,3 +34,26 @@ def test_blocks_of_the_guide_on_encoders_run(tmp_path, monkeypatch):
         exec(compile(block, "encoders.md", "exec"), names)
     assert names["model"].config._attn_implementation == "yoso"
     assert [len(layer) for layer in names["fit"].hash_code_len] == [4, 4]
+
+
+def test_blocks_of_the_readme_run(tmp_path, monkeypatch):
+    """With small models in place of the published ones; test_hub.py runs the one that pushes."""
+    monkeypatch.chdir(tmp_path)
+    blocks = [block for block in python_blocks(ROOT / "README.md") if "push_to_hub" not in block]
+    assert len(blocks) == 4
+    tokenizer = train_tokenizer(blocks, vocab_size=300)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokenizer.save_pretrained("runs/quickstart/model")
+    YosoForMaskedLM(YosoConfig(**sizes, max_position_embeddings=64)).save_pretrained("runs/quickstart/model")
+    theirs = transformers.YosoConfig(**sizes, max_position_embeddings=64)
+    transformers.YosoForMaskedLM(theirs).save_pretrained("uw-madison/yoso-4096")
+    transformers.RobertaModel(transformers.RobertaConfig(**sizes)).save_pretrained("FacebookAI/roberta-base")
+    names = {"__name__": "readme"}
+    models = []
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+        models.append(names["model"])
+    assert isinstance(models[1], YosoForMaskedLM)
+    assert (models[1].config.use_expectation, models[1].config.num_hash) == (False, 64)
+    assert models[2].config._attn_implementation == "yoso"
+    torch.testing.assert_close(names["out"].norm(dim=-1), torch.ones(1, 12, 4096))

@@ -67,6 +67,24 @@ def test_hash_functions_of_one_transform_are_nearly_uncorrelated(sparse):
     assert shares.var().item() == pytest.approx(p * (1 - p) / num_hash, rel=0.1)
 
 
+@pytest.mark.parametrize(("dim", "too_rare"), [(64, 0.20), (32, 0.45)])
+def test_codes_cut_from_one_transform_collide_too_rarely(dim, too_rare):
+    """As the authors' fast hash makes them: why ours is another (docs/method.md)."""
+    torch.manual_seed(3)
+    draws, hash_code_len = 2**18, 9
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < dim:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    rows = torch.stack(pair(0.0, dim, draws)).reshape(2, draws, dim)
+    for _ in range(3):
+        rows = (rows * (torch.randint(2, (draws, dim)) * 2 - 1)) @ matrix
+    codes = (rows[..., : dim // hash_code_len * hash_code_len] > 0).unflatten(2, (-1, hash_code_len))
+    shares = (codes[0] == codes[1]).all(-1).double().mean(-1)
+    expected, error = 0.5**hash_code_len, shares.std().item() / math.sqrt(draws)
+    assert shares.mean().item() == pytest.approx((1 - too_rare) * expected, abs=4 * error)
+    assert error < 0.02 * expected
+
+
 @pytest.mark.parametrize("kind", ["hadamard", "gaussian"])
 def test_sample_follows_the_generator_and_torchs_global_seed(kind):
     sizes, device = (2, 24, 5, 3), torch.get_default_device()
