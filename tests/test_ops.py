@@ -387,6 +387,26 @@ def test_empty_tensors(sizes, unit, implementation):
             assert torch.equal(gradient, torch.zeros_like(x))
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_gradients_of_unit_rows_are_not_bounded_by_float16(sampled):
+    """They are divided by lengths, which are far below one for values that are small, and small weights."""
+    query, key, value, grad, _, _, codes = make((1, 2, 60, 60, 64, 20, 8, 4), torch.float16)
+    value, grad = value * 2**-12, grad * (2**5 if sampled else 2**-8)
+    found = []
+    for dtype in (torch.float16, torch.float64):
+        rows = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        if sampled:
+            out, _ = ops.sampled_attention(*rows, *codes, 4, False, True)
+        else:
+            out, _ = ops.expectation_attention(*rows, 32, False, True)
+        # not of value: where sampled, that gradient is out of range itself
+        found.append(torch.autograd.grad(out, rows[:2], grad.to(dtype)))
+    for got, truth in zip(*found, strict=True):
+        assert got.dtype == torch.float16
+        assert got.isfinite().all()
+        assert (got - truth).norm() <= 0.05 * truth.norm()
+
+
 @needs_kernels
 def test_kernels_refuse_what_would_read_past_a_buffer():
     query, key, value, grad, functions, _, codes = make((2, 2, 9, 11, 8, 6, 4, 5), torch.float32)
