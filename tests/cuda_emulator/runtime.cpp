@@ -73,7 +73,6 @@ void __cudaPopCallConfiguration() { fail("a launch that is not cudaLaunchKernelE
 void __cudaLaunchKernel() { fail("a launch that is not cudaLaunchKernelEx"); }
 void __cudaGetKernel() { fail("a launch that is not cudaLaunchKernelEx"); }
 
-cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
