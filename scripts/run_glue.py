@@ -49,7 +49,17 @@ from transformers import (
 )
 
 import yoso_hf  # noqa: F401, registers the models
-from yoso_hf.glue import TASKS, Table, encode, infer_task, read_file, read_hub, set_labels, write_predictions
+from yoso_hf.glue import (
+    TASKS,
+    Table,
+    check_file,
+    encode,
+    infer_task,
+    read_file,
+    read_hub,
+    set_labels,
+    write_predictions,
+)
 from yoso_hf.glue_metric import GlueMetric
 from yoso_hf.model_card import CardTrainer
 from yoso_hf.training import (
@@ -57,6 +67,7 @@ from yoso_hf.training import (
     end_processes,
     find_checkpoint,
     finished_state,
+    finished_weights,
     load_pretrained,
     load_tokenizer,
     longest_input,
@@ -152,6 +163,8 @@ def check_arguments(args: GlueArguments, training_args: TrainingArguments) -> No
                     f"--{FILE_ARGUMENTS[split]} is missing: the {split} data are asked for, and with "
                     f"{', '.join('--' + name for name in args.files())} all data come from local files"
                 )
+        for name, path in args.files().items():
+            check_file(name, path)
     elif args.task_name is None:
         raise ValueError(f"give --task_name, one of {', '.join(TASKS)}, or --train_file")
     if args.task_name != "mnli" and (args.validation_mismatched_file or args.test_mismatched_file):
@@ -215,12 +228,11 @@ def main(argv: list[str] | None = None) -> None:
     args, training_args = parse_arguments([GlueArguments, TrainingArguments], argv)
     check_arguments(args, training_args)
     splits = needed_splits(args.task_name, training_args)
-    description = describe_run(training_args, script="run_glue", **args.of_training())
+    train_files = [args.train_file] if args.train_file else []
+    description = describe_run(training_args, train_files, script="run_glue", **args.of_training())
     checkpoint = find_checkpoint(training_args.output_dir, description)
     finished = finished_state(checkpoint)
-    weights = args.model_name_or_path
-    if finished:
-        weights = finished.best_model_checkpoint if training_args.load_best_model_at_end else checkpoint
+    weights = finished_weights(checkpoint, finished, training_args) if finished else args.model_name_or_path
     set_seed(training_args.seed)
 
     config = AutoConfig.from_pretrained(weights)

@@ -38,7 +38,6 @@ first, until it trains: the blocks stay in the cache. A streamed run that resume
 """
 
 import dataclasses
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +72,7 @@ from yoso_hf.training import (
     end_processes,
     find_checkpoint,
     finished_state,
+    finished_weights,
     load_pretrained,
     longest_input,
     override_config,
@@ -198,10 +198,9 @@ def describe(args: MLMArguments, training_args: TrainingArguments, files: dict[s
         del choices["validation_percentage"]
     return describe_run(
         training_args,
+        files["train_file"],
         script="run_mlm",
         do_train=training_args.do_train,
-        world_size=training_args.world_size,
-        train_file_bytes={path: os.path.getsize(path) for path in files["train_file"]},
         **choices,
     )
 
@@ -341,7 +340,7 @@ def main(argv: list[str] | None = None) -> None:
     elif checkpoint:
         tokenizer = read_tokenizer(checkpoint)
     config = make_config(args, tokenizer)
-    weights = checkpoint if finished else args.model_name_or_path
+    weights = finished_weights(checkpoint, finished, training_args) if finished else args.model_name_or_path
     if weights:
         model = load_pretrained(
             AutoModelForMaskedLM,

@@ -249,6 +249,26 @@ def test_finished_run_is_not_trained_again(run_mlm, finished, corpus, tmp_path):
         assert results(run)[name] == results(finished)[name]
 
 
+def test_finished_run_keeps_its_best_model(run_mlm, corpus, tmp_path):
+    settings = {
+        "train_file": corpus,
+        "load_best_model_at_end": True,
+        # the worst, which is the first
+        "greater_is_better": True,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "max_eval_blocks": 10,
+        "max_steps": 8,
+    }
+    run = tmp_path / "run"
+    run_mlm.main(arguments(run, **settings))
+    saved, loss = weights(run), results(run)["eval_loss"]
+    torch.testing.assert_close(saved, weights(run / "checkpoint-4"), rtol=0, atol=0)
+    run_mlm.main(arguments(run, **settings))
+    torch.testing.assert_close(weights(run), saved, rtol=0, atol=0)
+    assert results(run)["eval_loss"] == loss
+
+
 def test_streamed_run_resumes_where_it_was(run_mlm, finished, corpus, tmp_path):
     """Shuffled, through more than one pass of the corpus."""
     small = tmp_path / "small.jsonl"

@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 import torch
 from transformers import (
@@ -19,6 +21,7 @@ from yoso_hf.training import (
     describe_run,
     find_checkpoint,
     finished_state,
+    finished_weights,
     load_pretrained,
     longest_input,
     override_config,
@@ -60,6 +63,29 @@ def test_a_wrong_file_is_refused(tmp_path, text, message):
         parse_arguments([TrainingArguments], [str(recipe)])
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["--per_device_train_batch_size=0"], "--per_device_train_batch_size must be at least 1, got 0"),
+        (["--per_device_eval_batch_size=-1"], "--per_device_eval_batch_size must be at least 1, got -1"),
+        (["--gradient_accumulation_steps=0"], "--gradient_accumulation_steps must be at least 1, got 0"),
+        (["--learning_rate=-1e-3"], "--learning_rate must be a number of at least 0, got -0.001"),
+        (["--learning_rate=nan"], "--learning_rate must be a number of at least 0, got nan"),
+        (["--num_train_epochs=0"], "--num_train_epochs must be above 0 without --max_steps, got 0"),
+    ],
+)
+def test_values_out_of_range_are_refused(tmp_path, values, message):
+    with pytest.raises(ValueError, match=message):
+        parse_arguments([TrainingArguments], [f"--output_dir={tmp_path}", *values])
+
+
+def test_steps_take_the_place_of_epochs(tmp_path):
+    (args,) = parse_arguments(
+        [TrainingArguments], [f"--output_dir={tmp_path}", "--num_train_epochs=0", "--max_steps=3"]
+    )
+    assert args.max_steps == 3
+
+
 def test_overrides_are_typed_and_checked():
     config = YosoConfig(hidden_dropout_prob=0.2)
     changed = override_config(
@@ -93,7 +119,7 @@ def write_state(folder, step: int, max_steps: int = 20) -> None:
 
 
 def test_the_last_complete_checkpoint_is_found(tmp_path):
-    run = describe_run(TrainingArguments(output_dir=str(tmp_path / "a"), learning_rate=1e-3), model="m")
+    run = describe_run(TrainingArguments(output_dir=str(tmp_path / "a"), learning_rate=1e-3), [], model="m")
     folder = tmp_path / "run"
     assert find_checkpoint(folder, run) is None
     assert not folder.exists()
@@ -105,16 +131,94 @@ def test_the_last_complete_checkpoint_is_found(tmp_path):
     (folder / "checkpoint-11").mkdir()
     (folder / "checkpoint-12").mkdir()
     (folder / "checkpoint-12" / "trainer_state.json").write_text('{"epoch": 1.0, "glob')
+    # copies that somebody made
+    shutil.copytree(folder / "checkpoint-9", folder / "checkpoint-best1")
+    shutil.copytree(folder / "checkpoint-9", folder / "checkpoint-best-11")
     assert find_checkpoint(folder, run) == str(folder / "checkpoint-10")
 
     # where it lies and how it reports do not make another run, what it learns does
     elsewhere = TrainingArguments(output_dir=str(tmp_path / "b"), learning_rate=1e-3, logging_steps=3)
-    assert find_checkpoint(folder, describe_run(elsewhere, model="m")) == str(folder / "checkpoint-10")
+    assert find_checkpoint(folder, describe_run(elsewhere, [], model="m")) == str(folder / "checkpoint-10")
     with pytest.raises(ValueError, match="holds another run: model is 'm' there and 'other' here"):
-        find_checkpoint(folder, describe_run(elsewhere, model="other"))
+        find_checkpoint(folder, describe_run(elsewhere, [], model="other"))
     elsewhere.learning_rate = 2e-3
     with pytest.raises(ValueError, match="another run: learning_rate is 0.001 there and 0.002 here"):
-        find_checkpoint(folder, describe_run(elsewhere, model="m"))
+        find_checkpoint(folder, describe_run(elsewhere, [], model="m"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("per_device_train_batch_size", 3),
+        ("gradient_accumulation_steps", 2),
+        ("num_train_epochs", 2.5),
+        ("max_steps", 7),
+        ("learning_rate", 1e-3),
+        ("lr_scheduler_type", "cosine"),
+        ("lr_scheduler_kwargs", {"num_cycles": 2}),
+        ("warmup_steps", 5),
+        ("optim", "sgd"),
+        ("weight_decay", 0.1),
+        ("adam_beta1", 0.8),
+        ("adam_beta2", 0.8),
+        ("adam_epsilon", 1e-6),
+        ("max_grad_norm", 0.5),
+        ("label_smoothing_factor", 0.1),
+        ("bf16", True),
+        ("seed", 1),
+        ("data_seed", 1),
+        ("load_best_model_at_end", True),
+        ("metric_for_best_model", "accuracy"),
+        ("greater_is_better", True),
+    ],
+)
+def test_what_decides_the_weights_makes_another_run(tmp_path, name, value):
+    folder, settings = tmp_path / "run", {"output_dir": str(tmp_path), "use_cpu": True, "save_strategy": "no"}
+    write_run(folder, describe_run(TrainingArguments(**settings), []))
+    write_state(folder / "checkpoint-1", 1)
+    changed = TrainingArguments(**settings)
+    setattr(changed, name, value)
+    with pytest.raises(ValueError, match=f"holds another run: {name} is "):
+        find_checkpoint(folder, describe_run(changed, []))
+
+
+def test_processes_and_the_size_of_the_data_make_another_run(tmp_path, monkeypatch):
+    folder, args = tmp_path / "run", TrainingArguments(output_dir=str(tmp_path))
+    file = tmp_path / "train.jsonl"
+    file.write_text("12345")
+    write_run(folder, describe_run(args, [str(file)]))
+    write_state(folder / "checkpoint-1", 1)
+    assert find_checkpoint(folder, describe_run(args, [str(file)]))
+    file.write_text("123456")
+    with pytest.raises(ValueError, match="train_file_bytes is {.*jsonl': 5} there and {.*jsonl': 6} here"):
+        find_checkpoint(folder, describe_run(args, [str(file)]))
+    file.write_text("54321")
+    monkeypatch.setattr(TrainingArguments, "world_size", property(lambda _: 2))
+    with pytest.raises(ValueError, match="holds another run: world_size is 1 there and 2 here"):
+        find_checkpoint(folder, describe_run(args, [str(file)]))
+
+
+def test_a_run_that_saved_nothing_gives_way(tmp_path):
+    write_run(tmp_path, {"model": "m"})
+    assert find_checkpoint(tmp_path, {"model": "other"}) is None
+    # an incomplete checkpoint, and results without any checkpoint, are something
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(ValueError, match="holds another run: model is 'm' there and 'other' here"):
+        find_checkpoint(tmp_path, {"model": "other"})
+    (tmp_path / "checkpoint-2").rmdir()
+    (tmp_path / "all_results.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds another run"):
+        find_checkpoint(tmp_path, {"model": "other"})
+
+
+def test_damaged_records_are_named(tmp_path):
+    write_run(tmp_path, {"model": "m"})
+    (tmp_path / "all_results.json").write_text('{"eval_loss": 1.')
+    with pytest.raises(ValueError, match="all_results.json is damaged .*; delete it, and repeat the command"):
+        find_checkpoint(tmp_path, {"model": "m"})
+    (tmp_path / "run.json").write_text("")
+    with pytest.raises(ValueError, match="run.json is damaged .*; choose another directory"):
+        find_checkpoint(tmp_path, {"model": "m"})
 
 
 def test_a_directory_of_other_files_is_no_run(tmp_path):
@@ -131,6 +235,22 @@ def test_a_run_without_steps_left_is_finished(tmp_path):
     write_state(tmp_path / "checkpoint-20", 20)
     assert finished_state(str(tmp_path / "checkpoint-19")) is None
     assert finished_state(str(tmp_path / "checkpoint-20")).global_step == 20
+
+
+def test_a_finished_run_has_the_weights_it_saved(tmp_path):
+    last, best = tmp_path / "checkpoint-20", tmp_path / "checkpoint-10"
+    best.mkdir()
+    plain, keeps_best = TrainingArguments(output_dir="x"), TrainingArguments(output_dir="x")
+    keeps_best.load_best_model_at_end = True
+    # the path it was trained under
+    state = TrainerState(global_step=20, max_steps=20, best_model_checkpoint="/elsewhere/checkpoint-10")
+    assert finished_weights(str(last), state, plain) == str(last)
+    assert finished_weights(str(last), state, keeps_best) == str(best)
+    # never evaluated
+    assert finished_weights(str(last), TrainerState(global_step=20, max_steps=20), keeps_best) == str(last)
+    best.rmdir()
+    with pytest.raises(ValueError, match="--output_dir .* no longer holds checkpoint-10, the best checkpoint"):
+        finished_weights(str(last), state, keeps_best)
 
 
 def test_a_text_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

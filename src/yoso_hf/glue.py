@@ -75,27 +75,39 @@ class Table:
     rows: datasets.Dataset
 
 
-def read_file(argument: str, path: str) -> Table:
-    """Read a local file.
+def check_file(argument: str, path: str) -> None:
+    """Refuse a file that holds no data, without reading it.
 
     Args:
         argument: the argument that named the file.
-        path: a .csv, .json, .jsonl or .parquet file.
-
-    Returns:
-        Its rows.
+        path: the file.
 
     Raises:
-        ValueError: the file is missing, empty, of another kind or cannot be read.
+        ValueError: the file is missing, empty or of another kind than `read_file` takes.
     """
     source = f"--{argument} {path}"
-    kind = _FORMATS.get(Path(path).suffix.lower())
-    if kind is None:
+    if Path(path).suffix.lower() not in _FORMATS:
         raise ValueError(f"{source}: the file must end in one of {', '.join(_FORMATS)}")
     if not Path(path).is_file():
         raise ValueError(f"{source}: no such file")
     if not Path(path).stat().st_size:
         raise ValueError(f"{source}: the file is empty")
+
+
+def read_file(argument: str, path: str) -> Table:
+    """Read a local file.
+
+    Args:
+        argument: the argument that named the file.
+        path: a .csv, .json, .jsonl or .parquet file, which `check_file` lets pass.
+
+    Returns:
+        Its rows.
+
+    Raises:
+        ValueError: the file cannot be read as its ending says, or holds no rows.
+    """
+    source, kind = f"--{argument} {path}", _FORMATS[Path(path).suffix.lower()]
     # a text such as "null" or "NA" is a text
     options = {"keep_default_na": False} if kind == "csv" else {}
     try:

@@ -2,8 +2,10 @@
 
 import gc
 import json
+import math
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from transformers.trainer_callback import TrainerState
 from .attention_interface import IMPLEMENTATIONS, SETTINGS
 
 RUN_FILE = "run.json"
+RESULTS_FILE = "all_results.json"
 
 # the arguments of Trainer that a resumed run must share with the interrupted one
 _TRAINER_CHOICES = (
@@ -45,6 +48,9 @@ _TRAINER_CHOICES = (
     "fp16",
     "seed",
     "data_seed",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "greater_is_better",
 )
 
 
@@ -59,7 +65,7 @@ def parse_arguments(argument_types: list[type], argv: list[str] | None = None) -
         One instance of each dataclass.
 
     Raises:
-        ValueError: the file is missing or no mapping, or an argument is unknown.
+        ValueError: the file is missing or no mapping, an argument is unknown, or one of Trainer's is out of range.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = HfArgumentParser(
@@ -67,7 +73,22 @@ def parse_arguments(argument_types: list[type], argv: list[str] | None = None) -
     )
     if argv and not argv[0].startswith("-"):
         argv = _yaml_arguments(argv[0]) + argv[1:]
-    return parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
+    parsed = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
+    for args in parsed:
+        if isinstance(args, TrainingArguments):
+            _check_ranges(args)
+    return parsed
+
+
+def _check_ranges(args: TrainingArguments) -> None:
+    """Refuse what Trainer would notice only once the data are read and the run is recorded."""
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if not 0 <= args.learning_rate < math.inf:
+        raise ValueError(f"--learning_rate must be a number of at least 0, got {args.learning_rate}")
+    if args.max_steps <= 0 and not 0 < args.num_train_epochs < math.inf:
+        raise ValueError(f"--num_train_epochs must be above 0 without --max_steps, got {args.num_train_epochs}")
 
 
 def _yaml_arguments(path: str) -> list[str]:
@@ -85,18 +106,24 @@ def _yaml_arguments(path: str) -> list[str]:
     return arguments
 
 
-def describe_run(training_args: TrainingArguments, **choices: Any) -> dict[str, Any]:
-    """What makes two commands the same run: the script's own choices and the optimiser's settings.
+def describe_run(training_args: TrainingArguments, train_files: Iterable[str], **choices: Any) -> dict[str, Any]:
+    """What makes two commands the same run: the script's own choices, the optimiser's settings and the data's size.
 
     Args:
         training_args: Trainer's arguments; those that only report or place the run are left out.
+        train_files: the files that are trained on, all of which exist.
         choices: the script's arguments that decide what is learned; values that JSON can hold.
 
     Returns:
         A dictionary that JSON holds unchanged.
     """
     trainer_arguments = training_args.to_dict()
-    return choices | {name: trainer_arguments[name] for name in _TRAINER_CHOICES}
+    return {
+        **choices,
+        **{name: trainer_arguments[name] for name in _TRAINER_CHOICES},
+        "world_size": training_args.world_size,
+        "train_file_bytes": {path: os.path.getsize(path) for path in train_files},
+    }
 
 
 def find_checkpoint(output_dir: str | os.PathLike, description: dict[str, Any]) -> str | None:
@@ -112,7 +139,8 @@ def find_checkpoint(output_dir: str | os.PathLike, description: dict[str, Any]) 
         The checkpoint's path, or None.
 
     Raises:
-        ValueError: the directory holds another run, or files of something else.
+        ValueError: the directory holds another run that has saved something, files of something else, or a damaged
+            record.
     """
     folder = Path(output_dir)
     if not folder.exists():
@@ -123,20 +151,33 @@ def find_checkpoint(output_dir: str | os.PathLike, description: dict[str, Any]) 
         return None
     if not (folder / RUN_FILE).is_file():
         raise ValueError(f"--output_dir {folder} holds files but no {RUN_FILE}; choose a new or an empty directory")
-    other = json.loads((folder / RUN_FILE).read_text())
+    other = _read_json(folder / RUN_FILE, "choose another directory")
+    steps = [path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")]
+    steps = sorted((int(step) for step in steps if step.isdecimal()), reverse=True)
+    results = folder / RESULTS_FILE
+    if results.exists():
+        # Trainer adds to it
+        _read_json(results, "delete it, and repeat the command to have it written again")
     differences = [
         f"{name} is {other.get(name)!r} there and {description.get(name)!r} here"
         for name in sorted(description.keys() | other.keys())
         if description.get(name) != other.get(name)
     ]
-    if differences:
+    # a run that has saved nothing, such as one with a wrong argument, has nothing to lose
+    if differences and (steps or results.exists()):
         raise ValueError(
             f"--output_dir {folder} holds another run: {'; '.join(differences)}. "
             "Repeat that run's command to resume it, or choose another directory"
         )
-    steps = sorted((int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*[0-9]")), reverse=True)
     checkpoints = (folder / f"checkpoint-{step}" for step in steps)
     return next((str(checkpoint) for checkpoint in checkpoints if _is_complete(checkpoint)), None)
+
+
+def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--output_dir: {path} is damaged ({error}); {remedy}") from error
 
 
 def _is_complete(checkpoint: Path) -> bool:
@@ -160,6 +201,32 @@ def finished_state(checkpoint: str | None) -> TrainerState | None:
         return None
     state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
     return state if state.global_step >= state.max_steps else None
+
+
+def finished_weights(checkpoint: str, state: TrainerState, training_args: TrainingArguments) -> str:
+    """The checkpoint whose weights a finished run saved: the best one with --load_best_model_at_end, else the last.
+
+    Args:
+        checkpoint: what `find_checkpoint` gave.
+        state: what `finished_state` gave.
+        training_args: Trainer's arguments.
+
+    Returns:
+        The checkpoint's path.
+
+    Raises:
+        ValueError: the best checkpoint is gone.
+    """
+    if not training_args.load_best_model_at_end or state.best_model_checkpoint is None:
+        return checkpoint
+    # beside the last one, wherever the directory has been moved since
+    best = Path(checkpoint).with_name(Path(state.best_model_checkpoint).name)
+    if not best.is_dir():
+        raise ValueError(
+            f"--output_dir {best.parent} no longer holds {best.name}, the best checkpoint of this run, "
+            "which --load_best_model_at_end asks for; choose another directory to train again"
+        )
+    return str(best)
 
 
 def write_run(output_dir: str | os.PathLike, description: dict[str, Any]) -> None:
