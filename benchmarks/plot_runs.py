@@ -45,7 +45,7 @@ def main() -> None:
         (line,) = axes.plot(*zip(*run["evaluation"], strict=True), marker="o", label=f"{label}, evaluation")
         axes.plot(*zip(*run["training"], strict=True), color=line.get_color(), alpha=0.4, label=f"{label}, training")
     axes.set_xlabel("step")
-    axes.set_ylabel("masked language modelling loss")
+    axes.set_ylabel("loss")
     axes.legend()
     temporary = args.output.with_suffix(".tmp.png")
     figure.savefig(temporary, dpi=120)

@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -277,7 +278,12 @@ def main(argv: list[str] | None = None) -> None:
         return logits.squeeze(-1) if task.labels is None else logits.argmax(-1)
 
     def compute_metrics(outcome: EvalPrediction) -> dict[str, float]:
-        return metric.compute(predictions=outcome.predictions, references=outcome.label_ids)
+        predictions, references = outcome.predictions, outcome.label_ids
+        if task.labels is not None:
+            # F1 is that of the task's class 1, which may be another one of the checkpoint's
+            task_ids = np.array([task.labels.index(config.id2label[index]) for index in range(config.num_labels)])
+            predictions, references = task_ids[predictions], task_ids[references]
+        return metric.compute(predictions=predictions, references=references)
 
     if training_args.do_eval and task.parts:
         validation = {part: encoded[f"validation_{part}"] for part in task.parts}
@@ -296,6 +302,8 @@ def main(argv: list[str] | None = None) -> None:
         preprocess_logits_for_metrics=predictions_of,
         **({} if args.files() else hub_data(args)),
     )
+    # Trainer then averages over the batches of a step itself: many models take num_items_in_batch and ignore it
+    trainer.model_accepts_loss_kwargs = False
 
     if finished:
         trainer.state = finished
@@ -303,6 +311,7 @@ def main(argv: list[str] | None = None) -> None:
         metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
+        trainer.save_state()
     if training_args.do_train:
         trainer.save_model()
     if training_args.do_eval:

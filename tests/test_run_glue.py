@@ -435,10 +435,165 @@ def test_a_checkpoint_keeps_its_order_of_labels(run_glue, checkpoints, tmp_path)
     assert abs(scores["eval_loss"] - wrong.item()) > 1e-3
 
 
+def test_f1_is_of_the_task_s_class(run_glue, checkpoints, tmp_path):
+    """Whichever id the checkpoint gives to it."""
+    task, rows = TASKS["mrpc"], task_rows("mrpc", 48)
+    model = BertForSequenceClassification.from_pretrained(checkpoints / "bert")
+    model.config.id2label = dict(enumerate(reversed(task.labels)))
+    model.config.label2id = {label: index for index, label in model.config.id2label.items()}
+    # both classes are predicted, one more often
+    model.classifier.weight.data *= 50
+    model.save_pretrained(tmp_path / "model")
+    logits = outputs_one_by_one(tmp_path / "model", rows, task.columns, checkpoints / "bert")
+    model.classifier.bias.data[0] += (logits[:, 1] - logits[:, 0]).quantile(0.3)
+    model.save_pretrained(tmp_path / "model")
+    run_glue.main(
+        arguments(
+            model_name_or_path=tmp_path / "model",
+            tokenizer_name=checkpoints / "bert",
+            task_name="mrpc",
+            validation_file=write_rows(tmp_path / "validation.jsonl", rows),
+            do_eval=True,
+            output_dir=tmp_path / "run",
+        )
+    )
+    logits = outputs_one_by_one(tmp_path / "model", rows, task.columns, checkpoints / "bert")
+    equivalent = (logits.argmax(-1) == 0).int().numpy()
+    labels = np.array([row["label"] for row in rows])
+    found = results(tmp_path / "run")
+    assert f1_score(labels, equivalent) != pytest.approx(f1_score(1 - labels, 1 - equivalent), abs=0.05)
+    assert found["eval_f1"] == pytest.approx(f1_score(labels, equivalent))
+    assert found["eval_accuracy"] == pytest.approx(np.mean(labels == equivalent))
+
+
+@pytest.mark.parametrize("architecture", ["bert", "yoso"])
+@pytest.mark.parametrize("task_name", ["sst2", "stsb"])
+def test_accumulated_batches_give_the_loss_of_one(run_glue, checkpoints, tmp_path, architecture, task_name):
+    """A step over 8 rows, whole or in 4 parts: reported loss and gradient are those of the mean over the rows."""
+    task, rows = TASKS[task_name], task_rows(task_name, 8)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        checkpoints / architecture,
+        num_labels=len(task.labels or ("score",)),
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    if architecture == "yoso":
+        model.config.use_expectation = True
+    model.save_pretrained(tmp_path / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints / architecture)
+    texts = ([row[column] for row in rows] for column in task.columns)
+    inputs = tokenizer(*texts, padding=True, return_tensors="pt", return_token_type_ids=architecture == "bert")
+    logits = model(**inputs).logits
+    labels = torch.tensor([row["label"] for row in rows])
+    if task.labels is None:
+        loss = torch.nn.functional.mse_loss(logits.squeeze(-1), labels)
+    else:
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+    loss.backward()
+
+    train = write_rows(tmp_path / "train.jsonl", rows)
+    for parts in (1, 4):
+        run_glue.main(
+            arguments(
+                model_name_or_path=tmp_path / "model",
+                tokenizer_name=checkpoints / architecture,
+                task_name=task_name,
+                train_file=train,
+                validation_file=train,
+                do_train=True,
+                do_eval=True,
+                eval_on_start=True,
+                max_steps=1,
+                per_device_train_batch_size=8 // parts,
+                gradient_accumulation_steps=parts,
+                optim="sgd",
+                learning_rate=1.0,
+                lr_scheduler_type="constant",
+                max_grad_norm=0.0,
+                output_dir=tmp_path / f"run-{parts}",
+            )
+        )
+        history = json.loads((tmp_path / f"run-{parts}" / "trainer_state.json").read_text())["log_history"]
+        assert history[0]["eval_loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert results(tmp_path / f"run-{parts}")["train_loss"] == pytest.approx(loss.item(), rel=1e-4)
+        # a learning rate of 1: the parameters moved by the gradient
+        after = AutoModelForSequenceClassification.from_pretrained(tmp_path / f"run-{parts}").state_dict()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter - after[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
 def test_similarity_scores_are_clipped(tmp_path):
     write_predictions(tmp_path / "STS-B.tsv", np.array([-0.4, 2.34567, 5.1]), TASKS["stsb"], {0: "score"})
     assert (tmp_path / "STS-B.tsv").read_text() == "index\tprediction\n0\t0.000\n1\t2.346\n2\t5.000\n"
     assert [path.name for path in tmp_path.iterdir()] == ["STS-B.tsv"]
+
+
+def test_a_finished_run_keeps_its_best_model(run_glue, checkpoints, tmp_path):
+    def command(**changes) -> list[str]:
+        values = {
+            "model_name_or_path": checkpoints / "bert",
+            "task_name": "sst2",
+            "train_file": train,
+            "validation_file": train,
+            "do_train": True,
+            "do_eval": True,
+            "eval_strategy": "steps",
+            "save_strategy": "steps",
+            "eval_steps": 1,
+            "save_steps": 1,
+            "max_steps": 3,
+            "load_best_model_at_end": True,
+            # the worst, which is the first
+            "greater_is_better": True,
+            "learning_rate": 1e-3,
+            "output_dir": tmp_path / "run",
+        }
+        return arguments(**(values | changes))
+
+    train = write_rows(tmp_path / "train.jsonl", task_rows("sst2", 32))
+    run_glue.main(command())
+    weights = BertForSequenceClassification.from_pretrained(tmp_path / "run").state_dict()
+    loss = results(tmp_path / "run")["eval_loss"]
+    run_glue.main(command())
+    again = BertForSequenceClassification.from_pretrained(tmp_path / "run").state_dict()
+    last = BertForSequenceClassification.from_pretrained(tmp_path / "run" / "checkpoint-3").state_dict()
+    assert not torch.equal(weights["classifier.weight"], last["classifier.weight"])
+    for name, weight in weights.items():
+        torch.testing.assert_close(again[name], weight, rtol=0, atol=0)
+    assert results(tmp_path / "run")["eval_loss"] == loss
+    with pytest.raises(ValueError, match="holds another run: load_best_model_at_end is True there and False here"):
+        run_glue.main(command(load_best_model_at_end=False))
+    with open(train, "a") as file:
+        file.write("\n")
+    with pytest.raises(ValueError, match="holds another run: train_file_bytes is"):
+        run_glue.main(command())
+
+
+def test_a_run_can_be_plotted(run_glue, checkpoints, tmp_path):
+    train = write_rows(tmp_path / "train.jsonl", task_rows("sst2", 8))
+    run_glue.main(
+        arguments(
+            model_name_or_path=checkpoints / "bert",
+            task_name="sst2",
+            train_file=train,
+            validation_file=train,
+            do_train=True,
+            do_eval=True,
+            eval_strategy="steps",
+            eval_steps=2,
+            logging_steps=1,
+            max_steps=4,
+            output_dir=tmp_path / "run",
+        )
+    )
+    command = [sys.executable, ROOT / "benchmarks" / "plot_runs.py", "--commit", "abc", tmp_path / "plot"]
+    subprocess.run([*map(str, command), f"bert={tmp_path / 'run'}"], check=True, timeout=300)
+    run = json.loads((tmp_path / "plot.json").read_text())["runs"]["bert"]
+    assert [step for step, _ in run["evaluation"]] == [2, 4]
+    assert run["evaluation"][-1][1] == results(tmp_path / "run")["eval_loss"]
+    assert [step for step, _ in run["training"]] == [1, 2, 3, 4]
+    assert (tmp_path / "plot.png").stat().st_size
 
 
 class Interrupted(Exception):
@@ -810,27 +965,23 @@ def test_a_directory_with_something_else_is_left_alone(run_glue, checkpoints, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "launcher",
+    ("architecture", "launcher"),
     [
-        [sys.executable, SCRIPT],
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT],
-        [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--cpu",
-            "--num_processes=1",
-            SCRIPT,
-        ],
+        ("yoso", []),
+        # its loss takes no notice of num_items_in_batch
+        ("bert", ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]),
+        ("yoso", ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1"]),
     ],
     ids=["python", "torchrun", "accelerate"],
 )
-def test_it_runs_under_every_launcher(checkpoints, tmp_path, launcher):
-    values = {"model_name_or_path": checkpoints / "yoso", "task_name": "mrpc", "output_dir": tmp_path / "run"}
+def test_it_runs_under_every_launcher(checkpoints, tmp_path, architecture, launcher):
+    values = {"model_name_or_path": checkpoints / architecture, "task_name": "mrpc", "output_dir": tmp_path / "run"}
     rows = task_rows("mrpc", 33)
     file = write_rows(tmp_path / "rows.jsonl", rows)
     command = [
+        sys.executable,
         *launcher,
+        SCRIPT,
         *arguments(
             **values,
             train_file=file,
@@ -846,7 +997,11 @@ def test_it_runs_under_every_launcher(checkpoints, tmp_path, launcher):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     for _ in range(2):
         subprocess.run(list(map(str, command)), env=environment, check=True, timeout=300)
-        ids = outputs_one_by_one(tmp_path / "run", rows, TASKS["mrpc"].columns).argmax(-1)
+        logits = outputs_one_by_one(tmp_path / "run", rows, TASKS["mrpc"].columns)
+        ids = logits.argmax(-1)
         assert predictions(tmp_path / "run" / "MRPC.tsv") == [str(int(index)) for index in ids]
         accuracy = np.mean([row["label"] == int(index) for row, index in zip(rows, ids, strict=True)])
         assert results(tmp_path / "run")["eval_accuracy"] == pytest.approx(accuracy)
+        # YOSO samples, and a batch may hold a row twice, for the processes to have as many
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor([row["label"] for row in rows]))
+        assert results(tmp_path / "run")["eval_loss"] == pytest.approx(loss.item(), rel=0.2)
