@@ -325,8 +325,6 @@ def main(argv: list[str] | None = None) -> None:
     args, training_args = parse_arguments([MLMArguments, TrainingArguments], argv)
     training_args.do_eval |= training_args.eval_on_start
     check_arguments(args, training_args)
-    # the logits of a whole evaluation would not fit the memory
-    training_args.prediction_loss_only = True
     training_args.include_num_input_tokens_seen = "all"
     files = {name: find_files(getattr(args, name) or [], f"--{name}") for name in ("train_file", "validation_file")}
     description = describe(args, training_args, files)

@@ -62,7 +62,7 @@ def blocks(count: int, seed: int = 0, length: int = 64) -> Dataset:
 
 
 def new_trainer(model, masking, folder, sparse=True, train=None, evaluation=None, **arguments):
-    settings = {"use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "prediction_loss_only": True}
+    settings = {"use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
     return MaskedLMTrainer(
         model=model,
         args=TrainingArguments(folder, **(settings | arguments)),
@@ -157,19 +157,30 @@ def test_evaluation_masks_never_change(masking, tmp_path):
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_evaluation_loss_and_perplexity(sparse, masking, tmp_path):
-    """Against the model's own dense loss on the same masked blocks, one by one."""
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_evaluation_loss_and_perplexity(sparse, batch_size, masking, tmp_path):
+    """Against the model's own dense loss on all masked tokens of the same blocks, whatever the batches."""
     model, evaluation = new_model("roberta"), blocks(5, length=60)
+    # losses that differ from token to token
+    model.lm_head.bias.data.copy_(torch.linspace(-4, 4, 300))
     metrics = new_trainer(
-        model, masking, tmp_path, sparse, evaluation=evaluation, per_device_eval_batch_size=1
+        model, masking, tmp_path, sparse, evaluation=evaluation, per_device_eval_batch_size=batch_size
     ).evaluate()
-    losses = []
-    for row in evaluation.with_transform(masking.mask_rows):
-        with torch.no_grad():
-            output = model(input_ids=row["input_ids"][None], labels=row["labels"][None])
-        losses.append(output.loss.item())
-    assert metrics["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
-    assert metrics["eval_perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
+    rows = list(evaluation.with_transform(masking.mask_rows))
+    ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        loss = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten()).item()
+    assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+
+
+def test_evaluation_of_a_model_that_diverged(masking, tmp_path):
+    """A perplexity beyond any float is infinite, and ends nothing."""
+    model = new_model("roberta")
+    model.lm_head.bias.data[:150] = 1e4
+    metrics = new_trainer(model, masking, tmp_path, evaluation=blocks(2)).evaluate()
+    assert 709 < metrics["eval_loss"] < 1e4
+    assert metrics["eval_perplexity"] == math.inf
 
 
 @pytest.mark.parametrize("name", MODELS)

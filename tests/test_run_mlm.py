@@ -158,6 +158,19 @@ def test_loss_falls(finished):
     assert 0 < found["train_loss"] < before
 
 
+def evaluation_loss(folder: Path, corpus: Path, count: int) -> float:
+    """The mean over all masked tokens of the first so many blocks, by the saved files alone."""
+    model, tokenizer = AutoModelForMaskedLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    documents = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    # 5 %: the first of every 20
+    stream = [token for text in documents[::20] for token in tokenizer(text)["input_ids"]]
+    blocks = torch.tensor(stream[: count * 64]).view(count, 64)
+    masked = Masking(tokenizer, 0.15).mask_rows({"input_ids": blocks.tolist()})
+    ids, labels = torch.stack(masked["input_ids"]), torch.stack(masked["labels"])
+    with torch.no_grad():
+        return F.cross_entropy(model.eval()(input_ids=ids).logits.flatten(0, 1), labels.flatten()).item()
+
+
 def test_saved_model_and_tokenizer(finished, corpus):
     """The files alone give the evaluation loss again: packing, masks and model."""
     model, tokenizer = AutoModelForMaskedLM.from_pretrained(finished), AutoTokenizer.from_pretrained(finished)
@@ -166,19 +179,9 @@ def test_saved_model_and_tokenizer(finished, corpus):
     assert model.config.vocab_size == len(tokenizer) == 500
     assert (model.config.bos_token_id, model.config.pad_token_id, model.config.eos_token_id) == (0, 1, 2)
 
-    documents = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
-    # 5 %: the first of every 20
-    stream = [token for text in documents[::20] for token in tokenizer(text)["input_ids"]]
-    blocks = torch.tensor(stream[: 40 * 64]).view(40, 64)
-    masked = Masking(tokenizer, 0.15).mask_rows({"input_ids": blocks.tolist()})
-    ids, labels = torch.stack(masked["input_ids"]), torch.stack(masked["labels"])
-    with torch.no_grad():
-        losses = [
-            F.cross_entropy(model.eval()(input_ids=ids[half]).logits.flatten(0, 1), labels[half].flatten())
-            for half in (slice(20), slice(20, 40))
-        ]
-    assert results(finished)["eval_loss"] == pytest.approx(sum(losses).item() / 2, rel=1e-4)
+    assert results(finished)["eval_loss"] == pytest.approx(evaluation_loss(finished, corpus, 40), rel=1e-5)
     # trained on the training documents alone
+    documents = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     training = [text for index, text in enumerate(documents) if index % 20]
     assert train_tokenizer(training, 500).get_vocab() == tokenizer.get_vocab()
 
@@ -537,7 +540,8 @@ def test_two_processes(finished, corpus, tmp_path):
     shutil.copy(corpus, tmp_path)
     script = tmp_path / "and_no_threads.py"
     script.write_text(AND_NO_THREADS)
-    command = [SCRIPT, *arguments(tmp_path / "run", train_file=tmp_path / corpus.name)]
+    # at the end one process has a block less to evaluate
+    command = [SCRIPT, *arguments(tmp_path / "run", train_file=tmp_path / corpus.name, max_eval_blocks=37)]
     output = run_in_two_processes(command, script)
     # the file read, blocks to train on, blocks to validate with
     assert output.count("Generating train split: 0 examples") == 3
@@ -545,6 +549,7 @@ def test_two_processes(finished, corpus, tmp_path):
     assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["global_step"] == 12
     assert found["num_input_tokens_seen"] == 2 * 12 * 8 * 64
     assert found["eval_loss"] < math.log(500) - 0.3
+    assert found["eval_loss"] == pytest.approx(evaluation_loss(tmp_path / "run", corpus, 37), rel=1e-5)
     # the tokenizer that the first process trained
     tokenizers = [AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (finished, tmp_path / "run")]
     assert tokenizers[0] == tokenizers[1]

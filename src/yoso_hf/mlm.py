@@ -1,6 +1,5 @@
 """Masked language modelling with Trainer: repeatable masks, logits for the masked positions only."""
 
-import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     DataCollatorForLanguageModeling,
+    EvalPrediction,
     PreTrainedTokenizerBase,
     default_data_collator,
 )
@@ -70,13 +70,27 @@ class Masking:
         return {name: [block[name] for block in masked] for name in ("input_ids", "labels")}
 
 
+def mean_loss(outcome: EvalPrediction) -> dict[str, float]:
+    """Cross-entropy of the masked tokens of a whole evaluation, and its perplexity.
+
+    Args:
+        outcome: predictions, the sum of each block's losses; label_ids, its number of masked tokens.
+
+    Returns:
+        "loss", 0 where nothing is masked, and "perplexity", infinite where float64 cannot hold it.
+    """
+    loss = outcome.predictions.sum(dtype=np.float64) / max(outcome.label_ids.sum(), 1)
+    return {"loss": float(loss), "perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()}
+
+
 class MaskedLMTrainer(CardTrainer):
     """Trainer for masked language modelling on blocks without padding.
 
     Training batches hold "input_ids" alone and are masked here, by a seed made of the run's seed, the step
     and the process: a resumed run gets the masks of an uninterrupted one, whatever has been prefetched. The
     loss is computed here as well: many models take no notice of `num_items_in_batch`, and Trainer would add
-    up their mean losses under gradient accumulation.
+    up their mean losses under gradient accumulation. In evaluations every masked token weighs the same, whatever the
+    batches and the processes.
 
     Args:
         masking: the masks.
@@ -89,7 +103,12 @@ class MaskedLMTrainer(CardTrainer):
     """
 
     def __init__(self, *, masking: Masking, sparse_prediction: bool = True, **arguments: Any):
-        super().__init__(data_collator=default_data_collator, compute_loss_func=self.masked_lm_loss, **arguments)
+        super().__init__(
+            data_collator=default_data_collator,
+            compute_loss_func=self.masked_lm_loss,
+            compute_metrics=mean_loss,
+            **arguments,
+        )
         self.masking = masking
         self.sparse_prediction = sparse_prediction
         # [K] positions in the flattened batch, while its loss is computed
@@ -144,11 +163,26 @@ class MaskedLMTrainer(CardTrainer):
         count = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         return loss / torch.as_tensor(count).clamp(min=1)
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any):
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        loss = output.metrics[f"{metric_key_prefix}_loss"]
-        output.metrics[f"{metric_key_prefix}_perplexity"] = math.exp(loss)
-        return output
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any):
+        """What `mean_loss` needs of a batch; Trainer gathers it and leaves out rows that only fill the last one.
+
+        Args:
+            model: the model.
+            inputs: "input_ids" and "labels", [B, N].
+
+        Returns:
+            No loss of the batch; as predictions the sum of each block's losses, as labels its number of masked
+            tokens, [B].
+        """
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs["labels"]
+        with torch.no_grad(), self.compute_loss_context_manager():
+            _, outputs = self.compute_loss(model, dict(inputs), return_outputs=True)
+        chosen = labels != IGNORED
+        logits = outputs.logits[0] if self.sparse_prediction else outputs.logits[chosen]
+        losses = F.cross_entropy(logits.float(), labels[chosen], reduction="none")
+        sums = losses.new_zeros(len(labels)).index_add(0, chosen.nonzero()[:, 0], losses)
+        return None, sums, chosen.sum(dim=1)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
