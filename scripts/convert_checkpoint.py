@@ -48,7 +48,8 @@ class ConversionArguments:
     )
     num_hash: int | None = field(default=None, metadata={"help": "m; default: 64, a YOSO model's own"})
     local_window: int | None = field(
-        default=None, metadata={"help": "tokens on either side whose weight is never sampled; default: 0"}
+        default=None,
+        metadata={"help": "tokens on either side whose weight is never sampled; default: 128, a YOSO model's own"},
     )
     use_expectation: str | None = field(
         default=None,
@@ -74,12 +75,16 @@ class ConversionArguments:
 
 
 def read_texts(args: ConversionArguments, argument: str) -> list[str] | None:
-    patterns, source = getattr(args, argument), f"--{argument}"
+    patterns = getattr(args, argument)
     if not patterns:
         return None
-    rows = read_files(find_files(patterns, source), source, document=args.document, streaming=True)
-    texts = (row["text"] for row in select_text(rows, args.text_column, source))
-    return list(itertools.islice((text for text in texts if text and text.strip()), args.max_texts))
+    files, source = find_files(patterns, f"--{argument}"), f"--{argument} {' '.join(patterns)}"
+    rows = select_text(read_files(files, source, document=args.document, streaming=True), args.text_column, source)
+    texts = (row["text"] for row in rows)
+    chosen = list(itertools.islice((text for text in texts if text and text.strip()), args.max_texts))
+    if not chosen:
+        raise ValueError(f"{source} holds no texts, only blank ones")
+    return chosen
 
 
 def main(argv: list[str] | None = None) -> None:

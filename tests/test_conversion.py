@@ -752,6 +752,10 @@ def test_refused_arguments(tokenizers, tmp_path):
         convert_checkpoint(source, tmp_path / "yoso", max_position_embeddings=0)
     with pytest.raises(ValueError, match="position_method must be one of"):
         convert_checkpoint(source, tmp_path / "yoso", position_method="stretch")
+    for name in ("texts", "fit_texts"):
+        for given in ([], "one text"):
+            with pytest.raises(ValueError, match=f"^{name} must be None or a sequence of at least one text, got"):
+                convert_checkpoint(source, tmp_path / "yoso", **{name: given})
     assert {path.name: path.read_bytes() for path in source.iterdir()} == kept
     assert not (tmp_path / "yoso").exists()
 
@@ -822,11 +826,34 @@ def test_guide(commands):
     assert len(AutoTokenizer.from_pretrained(commands / "runs" / "yoso-small")) <= 300
 
 
-def test_commands_of_the_script(commands, capsys):
-    """Those of its docstring; the options that they leave out reach the conversion as well."""
+@pytest.fixture(scope="module")
+def script():
     spec = importlib.util.spec_from_file_location("convert_checkpoint", ROOT / "scripts" / "convert_checkpoint.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("argument", ["text_file", "fit_file"])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("blank.txt", b" \n\n\t\n", "holds no documents"),
+        ("blank.jsonl", b'{"text": " "}\n{"text": null}\n', "holds no texts, only blank ones"),
+        ("latin.txt", "café".encode("latin-1"), "cannot be read: .*'utf-8' codec can't decode"),
+        ("cut.jsonl", b'{"te', "cannot be read: .*JSON"),
+    ],
+)
+def test_files_without_usable_texts_are_refused(script, tmp_path, argument, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    values = ["--model_name_or_path=none", f"--output_dir={tmp_path / 'yoso'}", f"--{argument}={tmp_path / name}"]
+    with pytest.raises(ValueError, match=f"^--{argument} {tmp_path / name} {message}"):
+        script.main(values)
+    assert not (tmp_path / "yoso").exists()
+
+
+def test_commands_of_the_script(script, commands, capsys):
+    """Those of its docstring; the options that they leave out reach the conversion as well."""
     lines = [line.strip() for line in script.__doc__.replace("\\\n", "").splitlines()]
     lines = [line for line in lines if line.startswith("python scripts/convert_checkpoint.py")]
     assert len(lines) == 3

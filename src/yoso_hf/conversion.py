@@ -315,6 +315,9 @@ def convert_checkpoint(
         raise ValueError(f"max_position_embeddings must be at least 1, got {max_position_embeddings}")
     if position_method not in POSITION_METHODS:
         raise ValueError(f"position_method must be one of {POSITION_METHODS}, got {position_method!r}")
+    for name, given in (("texts", texts), ("fit_texts", fit_texts)):
+        if given is not None and (isinstance(given, str) or not given):
+            raise ValueError(f"{name} must be None or a sequence of at least one text, got {given!r}")
 
     if fit_texts and hash_code_len is not None:
         raise ValueError(
