@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -76,6 +77,7 @@ def softmax_twin(model: torch.nn.Module) -> RobertaForMaskedLM:
 
 
 def main() -> None:
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     output_dir = RUN / "model"
     pretrain(output_dir)
 

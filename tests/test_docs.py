@@ -1,5 +1,7 @@
+import importlib.util
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from doc_blocks import python_blocks
@@ -57,3 +59,16 @@ def test_blocks_of_the_readme_run(tmp_path, monkeypatch):
     assert (models[1].config.use_expectation, models[1].config.num_hash) == (False, 64)
     assert models[2].config._attn_implementation == "yoso"
     torch.testing.assert_close(names["out"].norm(dim=-1), torch.ones(1, 12, 4096))
+
+
+def test_help_of_the_quickstart(monkeypatch, capsys):
+    """Printed, and nothing trained."""
+    spec = importlib.util.spec_from_file_location("quickstart", ROOT / "scripts" / "quickstart.py")
+    quickstart = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(quickstart)
+    monkeypatch.setattr(quickstart, "pretrain", lambda _: pytest.fail("trains"))
+    monkeypatch.setattr("sys.argv", ["quickstart.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        quickstart.main()
+    assert ended.value.code == 0
+    assert "python scripts/quickstart.py" in capsys.readouterr().out
