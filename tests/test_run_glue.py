@@ -336,13 +336,13 @@ def test_own_data_in_every_format(run_glue, checkpoints, tmp_path, ending):
     ]
     # a word that pandas would read as a missing value
     rows[3]["text"] = "null"
-    unlabelled = [{"id": row["id"], "text": row["text"]} for row in rows]
+    unlabelled = [{"id": row["id"], "text": row["text"], "kind": None} for row in rows]
     run_glue.main(
         arguments(
             model_name_or_path=checkpoints / "bert",
             train_file=write_rows(tmp_path / f"train{ending}", rows),
             validation_file=write_rows(tmp_path / f"validation{ending}", rows),
-            test_file=write_rows(tmp_path / f"test{ending}", unlabelled),
+            test_file=write_rows(tmp_path / f"test[1]{ending}", unlabelled),
             label_column="kind",
             do_train=True,
             do_eval=True,
@@ -796,6 +796,15 @@ BAD_INPUT = {
         },
         "--validation_file .*: column 'label' holds 'c'; allowed are a, b",
     ),
+    "own label empty": (
+        {
+            "task_name": None,
+            "train_file": [SST2 | {"label": label} for label in ("a", "b", "")],
+            "validation_file": [SST2 | {"label": "a"}],
+        },
+        "--train_file .*: column 'label' holds ''; allowed are a, b",
+    ),
+    "range": ({"learning_rate": -1}, "--learning_rate must be a number of at least 0, got -1"),
     "one class": ({"task_name": None}, "column 'label' must hold two labels or more"),
     "score out of range": (
         {"task_name": "stsb", "train_file": [{"sentence1": "a", "sentence2": "b", "label": 5.5}]},

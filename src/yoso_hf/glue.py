@@ -1,5 +1,6 @@
 """The nine GLUE tasks: their columns, labels and submission files, read from the hub or from local files."""
 
+import glob
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ TASKS = {
     "wnli": GlueTask("wnli", _PAIR, ("not_entailment", "entailment"), ("WNLI",)),
 }
 
+# what an empty cell is read as, in csv files the latter
+_NO_LABEL = (None, "")
 _FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -108,10 +111,10 @@ def read_file(argument: str, path: str) -> Table:
         ValueError: the file cannot be read as its ending says, or holds no rows.
     """
     source, kind = f"--{argument} {path}", _FORMATS[Path(path).suffix.lower()]
-    # a text such as "null" or "NA" is a text
+    # a text such as "null" or "NA" is a text, and a path is no glob
     options = {"keep_default_na": False} if kind == "csv" else {}
     try:
-        rows = datasets.load_dataset(kind, data_files=str(path), split="train", **options)
+        rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", **options)
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
         raise ValueError(f"{source}: no rows can be read as {kind}: {error.__cause__ or error}") from error
     if not len(rows):
@@ -167,7 +170,7 @@ def infer_task(
     else:
         _check_label_column(table, label_column)
         is_regression = str(features[label_column].dtype).startswith("float")
-        present = [label for label in table.rows.unique(label_column) if label is not None]
+        present = [label for label in table.rows.unique(label_column) if label not in _NO_LABEL]
         labels = tuple(map(str, sorted(present)))
     if is_regression:
         return GlueTask("stsb", columns, None, ("predictions",), label_column)
@@ -293,7 +296,7 @@ def _encode_labels(
             ids |= {str(index): label2id[label] for index, label in enumerate(task.labels)}
             allowed = f"0 to {len(task.labels) - 1} or {allowed}"
         encoding = {value: ids[str(value)] for value in present if str(value) in ids}
-    if may_be_unlabelled and present <= {-1, None} and not encoding:
+    if may_be_unlabelled and present <= {-1, *_NO_LABEL} and not encoding:
         return None
     strange = present - encoding.keys()
     if strange:
