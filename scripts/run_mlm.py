@@ -123,7 +123,7 @@ class MLMArguments:
     document: str = field(
         default="paragraph",
         metadata={
-            "help": "what a document is in txt files; a paragraph ends at a blank line",
+            "help": "what a document is in txt files; a paragraph ends at a line without text",
             "choices": ["line", "paragraph", "file"],
         },
     )
@@ -257,7 +257,7 @@ def read_documents(
 
     def read(argument: str, split: str | None) -> tuple[str, Dataset | IterableDataset]:
         if files[argument]:
-            source = f"--{argument}"
+            source = f"--{argument} {' '.join(getattr(args, argument))}"
             documents = read_files(files[argument], source, document=args.document, streaming=args.streaming)
         else:
             source = f"--dataset_name {args.dataset_name}, split {split}"
@@ -270,6 +270,11 @@ def read_documents(
     if is_split(args, training_args):
         source, corpus = read("train_file", args.train_split)
         training, validation = split_documents(corpus, args.validation_percentage)
+        if training_args.do_train and next(iter(training), None) is None:
+            raise ValueError(
+                f"{source} holds 1 document, which is set aside for validation: give --validation_file, "
+                "or for a txt file of many --document line"
+            )
         share = f"the {args.validation_percentage:g} % of {source} for validation (--validation_percentage)"
         documents = {"train": (source, training), "validation": (share, validation)}
     else:

@@ -1,5 +1,7 @@
 import json
 import logging
+import math
+from decimal import Decimal
 
 import datasets
 import numpy as np
@@ -151,6 +153,23 @@ def test_documents_of_txt_files(tmp_path):
     assert documents(document="file") == ["one\ntwo\n\nthree", "four\n\n\n\nfive\nsix"]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_blank_lines_end_paragraphs(streaming, tmp_path):
+    """Lines of spaces are blank, as wikitext has them, and a file's end ends its paragraph."""
+    (tmp_path / "a.txt").write_text(" \n\n = Title = \n \n one \n two \n \t \n\nthree", encoding="utf-8")
+    (tmp_path / "b.txt").write_bytes("vier\r\n\r\nfünf\r\n".encode())
+    files = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+    expected = [" = Title = ", " one \n two ", "three", "vier", "fünf"]
+    assert [row["text"] for row in read_files(files, "--train_file", streaming=streaming)] == expected
+
+
+def test_changed_paragraphs_are_read_again(tmp_path):
+    path = tmp_path / "a.txt"
+    for text in ("one\n\ntwo", "one\n\ntwo\n\nthree"):
+        path.write_text(text)
+        assert list(read_files([str(path)], "--train_file")["text"]) == text.split("\n\n")
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_text_column_of_files(ending, streaming, tmp_path):
@@ -177,6 +196,20 @@ def test_files_in_the_order_given(tmp_path):
     assert [path[-5] for path in found] == ["c", "a", "b"]
 
 
+@pytest.mark.parametrize("name", ["one[1].txt", "one[1].jsonl", "[ab].jsonl", "what?.txt", "a*.txt"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_path_is_no_glob(name, streaming, tmp_path):
+    folder = tmp_path / "data [old]"
+    folder.mkdir()
+    for other in ("one1", "a", "what!"):
+        (folder / f"{other}{name[name.index('.') :]}").write_text('{"text": "other"}')
+    (folder / name).write_text('{"text": "this"}')
+    for document in ("line", "paragraph"):
+        files = find_files([str(folder / name)], "--train_file")
+        rows = read_files(files, "--train_file", document=document, streaming=streaming)
+        assert ["this" in row["text"] for row in rows] == [True]
+
+
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
@@ -201,19 +234,39 @@ def test_broken_file_is_refused(tmp_path):
         read_files([str(tmp_path / "broken.jsonl")], "--train_file")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("latin.txt", "café".encode("latin-1"), "'utf-8' codec can't decode"),
+        ("cut.jsonl", b'{"te', "JSON"),
+        ("other.parquet", b"nothing of the kind", "Parquet"),
+    ],
+)
+def test_what_cannot_be_read_is_named(name, content, reason, streaming, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    for document in ("line", "paragraph", "file"):
+        with pytest.raises(ValueError, match=f"^--train_file {path} cannot be read.*: .*{reason}"):
+            source = f"--train_file {path}"
+            select_text(read_files([str(path)], source, document=document, streaming=streaming), "text", source)
+
+
 def test_empty_dataset_is_refused():
     documents = Dataset.from_dict({"text": []})
     with pytest.raises(ValueError, match="--train_file holds no documents"):
         select_text(documents, "text", "--train_file")
 
 
-@pytest.mark.parametrize(("percentage", "every"), [(5, 20), (50, 2), (0.7, 143)])
-def test_split_takes_documents_evenly_and_each_once(percentage, every):
+@pytest.mark.parametrize("percentage", ["5", "50", "40", "30", "0.7", "0.1", "33.3"])
+def test_split_takes_documents_evenly_and_each_once(percentage):
     documents = Dataset.from_dict({"text": [str(index) for index in range(1000)]})
-    training, validation = split_documents(documents, percentage)
-    assert list(validation["text"]) == [str(index) for index in range(0, 1000, every)]
+    training, validation = split_documents(documents, float(percentage))
+    # of the first n, as many as were asked for, rounded up
+    counts = np.searchsorted(list(map(int, validation["text"])), range(1001))
+    assert counts.tolist() == [math.ceil(n * Decimal(percentage) / 100) for n in range(1001)]
     assert sorted([*training["text"], *validation["text"]], key=int) == list(documents["text"])
-    streamed = split_documents(documents.to_iterable_dataset(), percentage)
+    streamed = split_documents(documents.to_iterable_dataset(), float(percentage))
     for stored, stream in zip((training, validation), streamed, strict=True):
         assert [row["text"] for row in stream] == list(stored["text"])
 

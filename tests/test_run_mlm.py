@@ -350,6 +350,34 @@ def test_recipes(recipe, devices, parameters, tokens_a_step, run_mlm, tmp_path):
     assert blocks * args.block_size == tokens_a_step
 
 
+@pytest.mark.parametrize("streaming", [None, True])
+def test_data_set_by_name_equals_its_files(streaming, run_mlm, finished, corpus, tmp_path):
+    """A directory in the hub's place: its splits, or a share of the first."""
+    lines = corpus.read_text().splitlines(keepends=True)
+    (tmp_path / "data").mkdir()
+    files = {split: tmp_path / "data" / f"{split}.jsonl" for split in ("train", "validation")}
+    files["train"].write_text("".join(lines[:20]))
+    files["validation"].write_text("".join(lines[20:]))
+    settings = {
+        "train_tokenizer": None,
+        "vocab_size": None,
+        "tokenizer_name": finished,
+        "streaming": streaming,
+        "max_steps": 2,
+        "max_eval_blocks": 10,
+    }
+    by_split = {"validation_split": "validation"}, {"validation_file": files["validation"]}
+    by_share = {"validation_percentage": 10}, {"validation_percentage": 10}
+    for number, (named, read) in enumerate((by_split, by_share)):
+        folders = [tmp_path / f"{kind}-{number}" for kind in ("named", "read")]
+        run_mlm.main(arguments(folders[0], dataset_name=tmp_path / "data", **settings, **named))
+        run_mlm.main(arguments(folders[1], train_file=files["train"], **settings, **read))
+        torch.testing.assert_close(weights(folders[0]), weights(folders[1]), rtol=0, atol=0)
+        assert results(folders[0])["eval_loss"] == results(folders[1])["eval_loss"]
+    with pytest.raises(ValueError, match="no such column in --dataset_name .*data, split train, which has text"):
+        run_mlm.main(arguments(tmp_path / "refused", dataset_name=tmp_path / "data", text_column="body", **settings))
+
+
 def test_overrides_as_a_mapping(run_mlm, corpus, tmp_path):
     """In the YAML file, with numbers that YAML takes for text."""
     recipe = tmp_path / "recipe.yaml"
@@ -409,12 +437,20 @@ REFUSED = {
     "missing file": ({"train_file": "FOLDER/none.txt"}, "--train_file .*none.txt: no such file"),
     "empty file": ({"train_file": "FOLDER/empty.txt"}, "--train_file .*empty.txt: the file is empty"),
     "empty validation": ({"validation_file": "FOLDER/empty.txt"}, "--validation_file .*empty.txt: the file is empty"),
-    "column": ({"text_column": "body"}, "--text_column body: no such column in --train_file, which has text"),
-    "short": (PLAIN | {"train_file": "FOLDER/short.txt", "do_eval": None}, "--train_file holds fewer tokens .* 64"),
+    "column": ({"text_column": "body"}, "--text_column body: no such column in --train_file .*, which has text"),
+    "short": (
+        PLAIN | {"train_file": "FOLDER/short.txt", "do_eval": None},
+        "--train_file .*short.txt holds fewer tokens .* 64",
+    ),
     "short part": (
         PLAIN | {"train_file": "FOLDER/two.jsonl"},
-        "the 5 % of --train_file for validation .* holds fewer tokens",
+        "the 5 % of --train_file .* for validation .* holds fewer tokens",
     ),
+    "one document": (
+        {"train_file": "FOLDER/short.txt"},
+        "--train_file .*short.txt holds 1 document, .* give --validation_file, .* --document line",
+    ),
+    "range": ({"per_device_eval_batch_size": 0}, "--per_device_eval_batch_size must be at least 1, got 0"),
     "split": ({"validation_split": "test"}, "--validation_split is a split of --dataset_name"),
     "percentage": ({"validation_percentage": 60}, "--validation_percentage must be above 0 and at most 50, got 60"),
     "probability": ({"mlm_probability": 1.0}, "--mlm_probability must be above 0 and below 1, got 1.0"),

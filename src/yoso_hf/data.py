@@ -4,6 +4,7 @@ import glob
 import itertools
 import os
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, Sequence, Value, load_dataset
@@ -22,7 +23,8 @@ def find_files(patterns: list[str], source: str) -> list[str]:
     """The files that paths and globs stand for.
 
     Args:
-        patterns: paths or globs of .txt, .json, .jsonl or .parquet files, all of one kind.
+        patterns: paths or globs of .txt, .json, .jsonl or .parquet files, all of one kind. What is the path of a
+            file is no glob.
         source: where they come from, for messages: "--train_file".
 
     Returns:
@@ -33,7 +35,8 @@ def find_files(patterns: list[str], source: str) -> list[str]:
     """
     files = []
     for pattern in patterns:
-        matches = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+        matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+        matches = [path for path in matches if os.path.isfile(path)]
         if not matches:
             raise ValueError(f"{source} {pattern}: no such file")
         files += matches
@@ -56,7 +59,7 @@ def read_files(
     Args:
         files: what `find_files` gave.
         source: where they come from, for messages: "--train_file".
-        document: what a document is in a .txt file: "line", "paragraph" (a blank line ends it) or "file".
+        document: what a document is in a .txt file: "line", "paragraph" (a line without text ends it) or "file".
         streaming: read the files as they are used, instead of into the cache of datasets first.
 
     Returns:
@@ -66,11 +69,41 @@ def read_files(
         ValueError: a file cannot be read as its ending says.
     """
     builder = _BUILDERS[os.path.splitext(files[0])[1]]
-    options = {"sample_by": _DOCUMENT_UNITS[document]} if builder == "text" else {}
     try:
-        return load_dataset(builder, data_files=files, split="train", streaming=streaming, **options)
+        if builder == "text" and document == "paragraph":
+            return _read_paragraphs(files, streaming)
+        options = {"sample_by": _DOCUMENT_UNITS[document]} if builder == "text" else {}
+        # load_dataset takes paths for globs
+        paths = [glob.escape(path) for path in files]
+        return load_dataset(builder, data_files=paths, split="train", streaming=streaming, **options)
     except (DatasetGenerationError, ValueError) as error:
-        raise ValueError(f"{source} cannot be read as {builder}: {error.__cause__ or error}") from error
+        raise _unreadable(f"{source} cannot be read as {builder}", error) from error
+
+
+def _unreadable(what: str, error: Exception) -> ValueError:
+    reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
+    return ValueError(f"{what}: {reason or error}")
+
+
+def _read_paragraphs(files: list[str], streaming: bool) -> Dataset | IterableDataset:
+    features, arguments = Features({"text": Value("string")}), {"files": files}
+    if streaming:
+        return IterableDataset.from_generator(_paragraphs, features=features, gen_kwargs=arguments)
+    # as load_dataset, which knows a file by its path, size and time
+    status = [(os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files]
+    fingerprint = Hasher.hash(["paragraphs", status])
+    return Dataset.from_generator(_paragraphs, features=features, gen_kwargs=arguments, fingerprint=fingerprint)
+
+
+def _paragraphs(files: list[str]) -> Iterator[dict[str, str]]:
+    for path in files:
+        try:
+            with open(path, encoding="utf-8") as file:
+                for is_blank, lines in itertools.groupby(file, key=lambda line: not line.strip()):
+                    if not is_blank:
+                        yield {"text": "".join(lines).removesuffix("\n")}
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def select_text(documents: Dataset | IterableDataset, text_column: str, source: str) -> Dataset | IterableDataset:
@@ -85,9 +118,12 @@ def select_text(documents: Dataset | IterableDataset, text_column: str, source: 
         The same documents with the one column "text".
 
     Raises:
-        ValueError: there are no documents, or no such column, or it holds no text.
+        ValueError: there are no documents, the first cannot be read, or there is no such column, or it holds no text.
     """
-    first = next(iter(documents), None)
+    try:
+        first = next(iter(documents), None)
+    except (DatasetGenerationError, ValueError) as error:
+        raise _unreadable(f"{source} cannot be read", error) from error
     if first is None:
         raise ValueError(f"{source} holds no documents")
     if text_column not in first:
@@ -103,7 +139,7 @@ def select_text(documents: Dataset | IterableDataset, text_column: str, source: 
 def split_documents(
     documents: Dataset | IterableDataset, percentage: float
 ) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset]:
-    """Set documents aside for validation, evenly spread: the first of every 100 / percentage.
+    """Set documents aside for validation, evenly spread, the first one of all among them.
 
     Args:
         documents: one row per document.
@@ -117,16 +153,18 @@ def split_documents(
     """
     if not 0 < percentage <= 50:
         raise ValueError(f"--validation_percentage must be above 0 and at most 50, got {percentage}")
-    every = round(100 / percentage)
+    # as written: 0.7 is no binary fraction
+    share = Fraction(str(percentage)) / 100
     parts = (
-        documents.filter(_is_in_split, with_indices=True, fn_kwargs={"every": every, "validation": validation})
+        documents.filter(_is_in_split, with_indices=True, fn_kwargs={"share": share, "validation": validation})
         for validation in (False, True)
     )
     return tuple(parts)
 
 
-def _is_in_split(_, index: int, every: int, validation: bool) -> bool:
-    return (index % every == 0) == validation
+def _is_in_split(_, index: int, share: Fraction, validation: bool) -> bool:
+    # of the first n documents, n * share rounded up
+    return (-index * share % 1 < share) == validation
 
 
 def pack_documents(
