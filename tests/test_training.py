@@ -165,6 +165,7 @@ def test_the_last_complete_checkpoint_is_found(tmp_path):
         ("max_grad_norm", 0.5),
         ("label_smoothing_factor", 0.1),
         ("bf16", True),
+        ("fp16", True),
         ("seed", 1),
         ("data_seed", 1),
         ("load_best_model_at_end", True),
