@@ -164,7 +164,7 @@ def find_checkpoint(output_dir: str | os.PathLike, description: dict[str, Any]) 
         if description.get(name) != other.get(name)
     ]
     # a run that has saved nothing, such as one with a wrong argument, has nothing to lose
-    if differences and (steps or results.exists()):
+    if differences and (steps or results.exists() or any(folder.glob("*.safetensors"))):
         raise ValueError(
             f"--output_dir {folder} holds another run: {'; '.join(differences)}. "
             "Repeat that run's command to resume it, or choose another directory"
