@@ -289,6 +289,8 @@ def test_one_position_becomes_many():
     row = torch.randn(1, 5)
     for method in ("tile", "interpolate"):
         assert torch.equal(lengthen_positions(row, 3, method), row.expand(3, 5))
+    with pytest.raises(ValueError, match="method must be one of .*, got 'tille'"):
+        lengthen_positions(row, 3, "tille")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -514,6 +516,17 @@ def test_a_model_that_has_yoso_attention_already(kind, tokenizers, tmp_path):
     converted = load(tmp_path / "yoso")
     check_same_outputs(original, converted, make_inputs(original, tokenizer))
     assert converted.config.lsh_backward is False
+    assert not report.notes
+
+
+def test_an_exact_gradient_becomes_the_lower_bound_and_is_noted(tokenizers, tmp_path):
+    tokenizer = tokenizers["bert"]
+    attention = {"yoso_use_expectation": True, "yoso_backward": "exact"}
+    original = make_model("bert", "ForMaskedLM", tokenizer, uniform=False, **attention)
+    save(original, tokenizer, tmp_path / "original")
+    report = convert_checkpoint(tmp_path / "original", tmp_path / "yoso", max_position_embeddings=POSITIONS)
+    assert load(tmp_path / "yoso").config.lsh_backward is False
+    assert report.notes == ["the gradient of query and key becomes the lower bound's, yoso_backward was 'exact'"]
 
 
 def test_fitting_is_for_softmax_models(tokenizers, tmp_path):

@@ -404,7 +404,12 @@ def lengthen_positions(table: Tensor, length: int, method: Literal["tile", "inte
 
     Returns:
         [length, hidden_size].
+
+    Raises:
+        ValueError: another method.
     """
+    if method not in POSITION_METHODS:
+        raise ValueError(f"method must be one of {POSITION_METHODS}, got {method!r}")
     rows = len(table)
     if length <= rows:
         return table[:length]
@@ -555,6 +560,8 @@ def _read_pretrained(source: str) -> _Source:
         offset = 0 if padding is None else padding + 1
     is_softmax = config.model_type != "yoso" and not has_yoso_attention
     read = _Source(type(model).__name__, target_class, settings, weights, mapped, dropped, offset, is_softmax, model)
+    if has_yoso_attention and getattr(config, "yoso_backward", None) == "exact":
+        read.notes.append("the gradient of query and key becomes the lower bound's, yoso_backward was 'exact'")
     head_dropout = getattr(config, "classifier_dropout", None)
     if head_dropout not in (None, config.hidden_dropout_prob):
         read.notes.append(
