@@ -79,6 +79,12 @@ def test_values_out_of_range_are_refused(tmp_path, values, message):
         parse_arguments([TrainingArguments], [f"--output_dir={tmp_path}", *values])
 
 
+def test_processes_that_would_train_apart_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="started in 2 processes, of which Trainer knows 1: .* need --use_cpu"):
+        parse_arguments([TrainingArguments], [f"--output_dir={tmp_path}"])
+
+
 def test_steps_take_the_place_of_epochs(tmp_path):
     (args,) = parse_arguments(
         [TrainingArguments], [f"--output_dir={tmp_path}", "--num_train_epochs=0", "--max_steps=3"]

@@ -65,7 +65,8 @@ def parse_arguments(argument_types: list[type], argv: list[str] | None = None) -
         One instance of each dataclass.
 
     Raises:
-        ValueError: the file is missing or no mapping, an argument is unknown, or one of Trainer's is out of range.
+        ValueError: the file is missing or no mapping, an argument is unknown, one of Trainer's is out of range, or
+            Trainer does not know the other processes.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = HfArgumentParser(
@@ -76,12 +77,19 @@ def parse_arguments(argument_types: list[type], argv: list[str] | None = None) -
     parsed = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     for args in parsed:
         if isinstance(args, TrainingArguments):
-            _check_ranges(args)
+            _check_trainer_arguments(args)
     return parsed
 
 
-def _check_ranges(args: TrainingArguments) -> None:
-    """Refuse what Trainer would notice only once the data are read and the run is recorded."""
+def _check_trainer_arguments(args: TrainingArguments) -> None:
+    """Refuse what Trainer would notice only once the data are read and the run is recorded, or not at all."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if processes != args.world_size:
+        # each would train alone, and write over the others' files
+        raise ValueError(
+            f"started in {processes} processes, of which Trainer knows {args.world_size}: without a GPU, "
+            "several processes need --use_cpu"
+        )
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
