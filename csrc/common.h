@@ -77,7 +77,6 @@ inline Tensor empty_tensor(const Tensor& like, std::initializer_list<int64_t> si
     for (const int64_t size : sizes) elements *= size;
     STD_TORCH_CHECK(false, like.is_cuda() ? "CUDA out of memory." : "DefaultCPUAllocator: can't allocate memory.",
                     " Tried to allocate a tensor of ", elements, " elements.");
-    throw;
   }
 }
 

@@ -62,7 +62,7 @@ def main() -> int:
     steps = [run("build", build, 120, YOSO_CUDA="1", YOSO_CUDA_ARCHS=f"{major}{minor}")]
     if steps[-1][1] == "passed":
         # without them the tests would be skipped, which passes
-        steps.append(run("load", [python, "-c", LOADED], 60))
+        steps.append(run("load", [python, "-c", LOADED], 30))
     if steps[-1][1] == "passed":
         pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", LEFT_OUT]
         sanitizer = shutil.which("compute-sanitizer")
@@ -79,7 +79,7 @@ def main() -> int:
         steps += [step.result() for step in together]
         if sanitizer is None:
             steps.append(("compute-sanitizer", "not found", 0.0))
-        steps.append(run("benchmarks", [python, "benchmarks/bench_cuda.py", "--seconds", "1"], 150))
+        steps.append(run("benchmarks", [python, "benchmarks/bench_cuda.py", "--seconds", "1"], 140))
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for name, result, seconds in steps:
         print(f"{name:26s} {result:20s} {seconds:6.0f} s")

@@ -80,6 +80,13 @@ def test_a_step_of_gpu_check_ends_in_time_with_all_that_it_started():
     assert 1 <= seconds <= perf_counter() - start < 30
 
 
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    for name, value in (("is_available", True), ("get_device_capability", (9, 0)), ("get_device_name", "a GPU")):
+        monkeypatch.setattr(gpu_check.torch.cuda, name, lambda value=value: value)
+
+
+@pytest.mark.usefixtures("pretended_gpu")
 def test_gpu_check_does_not_pass_without_kernels(monkeypatch):
     """All its tests would be skipped."""
     started = []
@@ -89,7 +96,23 @@ def test_gpu_check_does_not_pass_without_kernels(monkeypatch):
         return name, "FAILED (1)" if name == "load" else "passed", 0.0
 
     monkeypatch.setattr(gpu_check, "run", run)
-    for name, value in (("is_available", True), ("get_device_capability", (9, 0)), ("get_device_name", "a GPU")):
-        monkeypatch.setattr(gpu_check.torch.cuda, name, lambda value=value: value)
     assert gpu_check.main() == 1
     assert started == ["build", "load"]
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_the_limits_of_gpu_check_add_up_to_less_than_eight_minutes(monkeypatch):
+    limits = {}
+
+    def run(name, command, limit, **_):
+        limits[name] = limit
+        assert command
+        return name, "passed", 0.0
+
+    monkeypatch.setattr(gpu_check, "run", run)
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: name)
+    assert gpu_check.main() == 0
+    alone = [limits.pop(name) for name in ("build", "load", "benchmarks")]
+    assert set(limits) == {*gpu_check.TESTS, "memcheck", "racecheck"}
+    # these run at the same time; docs/cuda.md has the sum
+    assert sum(alone) + max(limits.values()) == 470

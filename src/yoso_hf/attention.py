@@ -1,7 +1,6 @@
 """yoso_attention, the one attention function."""
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -64,7 +63,7 @@ def yoso_attention(
     value: Tensor,
     key_mask: Tensor | None = None,
     *,
-    hash_code_len: int | Sequence[int] = 9,
+    hash_code_len: int | list[int] | tuple[int, ...] = 9,
     num_hash: int = 32,
     expectation: bool | Literal["auto"] = False,
     hash_functions: HashFunctions | None = None,
@@ -86,14 +85,14 @@ def yoso_attention(
         key: [B, H, M, D].
         value: [B, H, M, Dv], Dv >= 1.
         key_mask: bool [B, M], True for a real token; a masked key adds nothing. None: all are real.
-        hash_code_len: tau, bits of a code, 1..16: the higher, the sharper the attention. A sequence of H numbers gives
+        hash_code_len: tau, bits of a code, 1..16: the higher, the sharper the attention. A list of H numbers gives
             every head its own, 1..32 with expectation=True.
         num_hash: m, the number of hash functions, >= 1: the higher, the less noise, at a cost in proportion.
         expectation: True for the expectation itself: O(N M) time, O(N + M) memory, no randomness. "auto": the
             same where exact_is_cheaper says so, else sampled; padding counts there, so an output may depend on how
             far its inputs are padded.
         hash_functions: the hash functions, whose sizes replace num_hash and hash_code_len; None: drawn from torch's
-            global generator. With a sequence in hash_code_len, a head's codes are their first so many bits. Nothing
+            global generator. With a list in hash_code_len, a head's codes are their first so many bits. Nothing
             is drawn or hashed where the expectation is computed.
         normalization: "l2": output rows have length one, as in the paper; "sum": they are divided by the sum of their
             weights; None: neither. A row without any weight is zero, and so is its gradient.
@@ -193,7 +192,7 @@ def attention_weights(
     key: Tensor,
     key_mask: Tensor | None = None,
     *,
-    hash_code_len: int | Sequence[int] = 9,
+    hash_code_len: int | list[int] | tuple[int, ...] = 9,
     normalization: Literal["l2", "sum"] | None = "l2",
     similarity: Literal["cosine", "dot_product"] = "cosine",
 ) -> Tensor:
