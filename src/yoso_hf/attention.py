@@ -9,7 +9,9 @@ from torch import Tensor
 
 from .graphs import expectation_attention_graph, sampled_attention_graph
 from .hashing import MAX_HASH_CODE_LEN, HashFunctions, check_integer
-from .ops import expectation_attention, local_attention, sampled_attention
+from .ops import compiled_backends, expectation_attention, local_attention, sampled_attention
+
+HAS_CUDA_KERNELS = "cuda" in compiled_backends()
 
 # where nothing is hashed, hash_code_len is only the power of the kernel
 MAX_EXACT_HASH_CODE_LEN = 32
@@ -135,7 +137,7 @@ def yoso_attention(
     if similarity == "dot_product":
         query, key = _equally_long(query, key, key_mask)
     # sums of many values, or of small weights, leave float16's range; CUDA's kernels scale them before they round
-    scaled_late = normalization == "sum" or (normalization == "l2" and not query.is_cuda)
+    scaled_late = normalization == "sum" or (normalization == "l2" and not (query.is_cuda and HAS_CUDA_KERNELS))
     if dtype == torch.float16 and (scaled_late or (local_window > 0 and not expectation)):
         query, key, value = query.float(), key.float(), value.float()
     if normalization == "sum":

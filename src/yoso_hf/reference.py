@@ -10,7 +10,6 @@ unit asks the attention operators for output rows of length one. Their second ou
 then, the inverse lengths [B, H, N] the rows had; otherwise it is empty.
 """
 
-import itertools
 import math
 
 import torch
@@ -18,8 +17,13 @@ from torch import Tensor
 
 # rows of one block of the exact operators
 BLOCK = 256
-# rows of a bucket that the sampled backward multiplies at a time: near the size of a usual bucket
-TILE = 8
+# rows of one side that the sampled backward takes at a time, but at least a head's: in a CPU's cache, or enough to
+# keep another device busy for longer than an operation takes to start
+ROWS_CPU, ROWS_OTHER = 1 << 12, 1 << 16
+# rows of a bucket that it multiplies at a time, at most
+TILE = 64
+# tiles of its bucket that a tile is multiplied with one by one, on average and at most
+PAIRS = 4
 
 
 def hash_hadamard(x: Tensor, parameters: Tensor, mask: Tensor | None, num_hash: int, hash_code_len: int) -> Tensor:
@@ -80,15 +84,20 @@ def sampled_attention_backward(
     For unit rows, grad_query_i = tau / (2 m) grad_i^T (sum of value_j key_j^T over the keys in i's bucket), summed
     over the hash functions; and the like for keys, with queries and their output's gradient in the bucket.
     """
-    unit_query, unit_key = _wide_unit_rows(query), _wide_unit_rows(key)
-    grad_rows, source = _accumulator(grad), _accumulator(value)
-    grad_query, grad_key = torch.zeros_like(unit_query), torch.zeros_like(unit_key)
-    for head in itertools.product(range(query.shape[0]), range(query.shape[1])):
-        q, k, g, v = unit_query[head], unit_key[head], grad_rows[head], source[head]
-        for query_code, key_code in zip(query_codes[head], key_codes[head], strict=True):
-            queries, keys = _tiles(query_code), _tiles(key_code)
-            _add_bucket_products(grad_query[head], g, queries, v, k, keys)
-            _add_bucket_products(grad_key[head], v, keys, g, q, queries)
+    tensors = _wide_unit_rows(query), _wide_unit_rows(key), _accumulator(grad), _accumulator(value)
+    tensors = [x.flatten(0, 1) for x in (*tensors, query_codes, key_codes)]
+    rows = ROWS_CPU if query.device.type == "cpu" else ROWS_OTHER
+    heads = max(1, rows // max(query.shape[2], key.shape[2], 1))
+    parts = []
+    for q, k, g, v, query_codes_part, key_codes_part in zip(*(x.split(heads) for x in tensors), strict=True):
+        q_rows, k_rows, g_rows, v_rows = (_with_zero_row(x) for x in (q, k, g, v))
+        grad_q, grad_k = torch.zeros_like(q_rows), torch.zeros_like(k_rows)
+        for codes in zip(query_codes_part.unbind(1), key_codes_part.unbind(1), strict=True):
+            queries, keys = (_tiles(x, hash_code_len) for x in codes)
+            _add_bucket_products(grad_q, g_rows, queries, v_rows, k_rows, keys)
+            _add_bucket_products(grad_k, v_rows, keys, g_rows, q_rows, queries)
+        parts.append((grad_q[:-1].view_as(q), grad_k[:-1].view_as(k)))
+    grad_query, grad_key = (torch.cat(x).unflatten(0, query.shape[:2]) for x in zip(*parts, strict=True))
     scale = hash_code_len / (2 * query_codes.shape[2])
     return _through_unit_rows(query, grad_query * scale), _through_unit_rows(key, grad_key * scale)
 
@@ -252,36 +261,50 @@ def _through_buckets(source: Tensor, source_rows: Tensor, target_rows: Tensor, n
     return table[target_rows]
 
 
-def _tiles(codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts every bucket's rows into tiles of TILE rows, the last one padded.
+def _with_zero_row(x: Tensor) -> Tensor:
+    """The rows of x [heads, rows, C], and a zero row that a tile's empty places point to: [heads * rows + 1, C]."""
+    return torch.nn.functional.pad(x.flatten(0, 1), (0, 0, 0, 1))
 
-    Returns the rows by code, each one's place in the tiles, and each tile's code.
+
+def _tiles(codes: Tensor, hash_code_len: int) -> tuple[Tensor, Tensor]:
+    """Cuts the buckets of one hash function, codes [heads, rows], into tiles of about as many rows as they have.
+
+    Returns the tiles' rows [tiles, size], heads * rows where there is none, and the tiles' buckets, ascending.
     """
-    order = codes.argsort(stable=True)
-    order = order[codes[order] >= 0]
-    buckets, counts = codes[order].unique_consecutive(return_counts=True)
-    tiles = -(-counts // TILE)
-    first_place = (tiles.cumsum(0) - tiles) * TILE - (counts.cumsum(0) - counts)
+    first = torch.arange(len(codes), device=codes.device)[:, None] << hash_code_len
+    buckets, order = torch.where(codes < 0, -1, first + codes).flatten().sort(stable=True)
+    order, buckets = order[buckets >= 0], buckets[buckets >= 0]
+    buckets, counts = buckets.unique_consecutive(return_counts=True)
+    mean = len(order) / max(len(buckets), 1)
+    size = min(1 << math.ceil(math.log2(max(mean, 1))), TILE)
+    tiles = -(-counts // size)
+    first_place = (tiles.cumsum(0) - tiles) * size - (counts.cumsum(0) - counts)
     places = first_place.repeat_interleave(counts) + torch.arange(len(order), device=codes.device)
-    return order, places, buckets.repeat_interleave(tiles)
+    buckets = buckets.repeat_interleave(tiles)
+    rows = order.new_full((len(buckets) * size,), codes.numel()).index_copy_(0, places, order)
+    return rows.unflatten(0, (-1, size)), buckets
 
 
 def _add_bucket_products(out: Tensor, left: Tensor, left_tiles, right: Tensor, third: Tensor, right_tiles) -> None:
     """out_i += left_i^T (sum of right_j third_j^T over the rows j in i's bucket)."""
-
-    def gather(x, tiles):
-        order, places, codes = tiles
-        return x.new_zeros(len(codes) * TILE, x.shape[-1]).index_copy_(0, places, x[order]).unflatten(0, (-1, TILE))
-
-    order, places, left_codes = left_tiles
-    buckets, bucket_of_tile = right_tiles[2].unique_consecutive(return_inverse=True)
-    if len(order) == 0 or len(buckets) == 0:
-        return
-    products = gather(right, right_tiles).mT @ gather(third, right_tiles)
-    sums = products.new_zeros(len(buckets), *products.shape[1:]).index_add_(0, bucket_of_tile, products)
-    bucket = torch.searchsorted(buckets, left_codes).clamp(max=len(buckets) - 1)
-    found = (buckets[bucket] == left_codes)[:, None, None]
-    out[order] += (gather(left, left_tiles) @ sums[bucket] * found).flatten(0, 1)[places]
+    (left_rows, left_buckets), (right_rows, right_buckets) = left_tiles, right_tiles
+    start = torch.searchsorted(right_buckets, left_buckets)
+    counts = torch.searchsorted(right_buckets, left_buckets, right=True) - start
+    tile = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    if len(tile) <= PAIRS * (len(left_rows) + len(right_rows)):
+        # every tile of a bucket with every tile of the other side
+        left_rows = left_rows[tile]
+        other = (start - counts.cumsum(0) + counts)[tile] + torch.arange(len(tile), device=tile.device)
+        right_rows = right_rows[other]
+        products = (left[left_rows] @ right[right_rows].mT) @ third[right_rows]
+    else:
+        # crowded buckets: linear in their rows
+        buckets, bucket = right_buckets.unique_consecutive(return_inverse=True)
+        products = right[right_rows].mT @ third[right_rows]
+        sums = products.new_zeros(len(buckets), *products.shape[1:]).index_add_(0, bucket, products)
+        left_rows = left_rows[counts > 0]
+        products = left[left_rows] @ sums[torch.searchsorted(buckets, left_buckets[counts > 0])]
+    out.index_add_(0, left_rows.flatten(), products.flatten(0, 1))
 
 
 def _blocks(num_queries: int, num_keys: int):
