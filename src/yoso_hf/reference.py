@@ -93,9 +93,8 @@ def sampled_attention_backward(
         q_rows, k_rows, g_rows, v_rows = (_with_zero_row(x) for x in (q, k, g, v))
         grad_q, grad_k = torch.zeros_like(q_rows), torch.zeros_like(k_rows)
         for codes in zip(query_codes_part.unbind(1), key_codes_part.unbind(1), strict=True):
-            queries, keys = (_tiles(x, hash_code_len) for x in codes)
-            _add_bucket_products(grad_q, g_rows, queries, v_rows, k_rows, keys)
-            _add_bucket_products(grad_k, v_rows, keys, g_rows, q_rows, queries)
+            tiles = (_tiles(x, hash_code_len) for x in codes)
+            _add_bucket_products(grad_q, grad_k, g_rows, q_rows, v_rows, k_rows, *tiles)
         parts.append((grad_q[:-1].view_as(q), grad_k[:-1].view_as(k)))
     grad_query, grad_key = (torch.cat(x).unflatten(0, query.shape[:2]) for x in zip(*parts, strict=True))
     scale = hash_code_len / (2 * query_codes.shape[2])
@@ -285,26 +284,40 @@ def _tiles(codes: Tensor, hash_code_len: int) -> tuple[Tensor, Tensor]:
     return rows.unflatten(0, (-1, size)), buckets
 
 
-def _add_bucket_products(out: Tensor, left: Tensor, left_tiles, right: Tensor, third: Tensor, right_tiles) -> None:
-    """out_i += left_i^T (sum of right_j third_j^T over the rows j in i's bucket)."""
-    (left_rows, left_buckets), (right_rows, right_buckets) = left_tiles, right_tiles
-    start = torch.searchsorted(right_buckets, left_buckets)
-    counts = torch.searchsorted(right_buckets, left_buckets, right=True) - start
+def _add_bucket_products(grad_query, grad_key, grad, query, value, key, query_tiles, key_tiles) -> None:
+    """grad_query_i += grad_i^T (sum of value_j key_j^T over the keys in its bucket), and the like for grad_key."""
+    (query_rows, query_buckets), (key_rows, key_buckets) = query_tiles, key_tiles
+    first = torch.searchsorted(key_buckets, query_buckets)
+    counts = torch.searchsorted(key_buckets, query_buckets, right=True) - first
     tile = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-    if len(tile) <= PAIRS * (len(left_rows) + len(right_rows)):
-        # every tile of a bucket with every tile of the other side
-        left_rows = left_rows[tile]
-        other = (start - counts.cumsum(0) + counts)[tile] + torch.arange(len(tile), device=tile.device)
-        right_rows = right_rows[other]
-        products = (left[left_rows] @ right[right_rows].mT) @ third[right_rows]
+    if len(tile) <= PAIRS * (len(query_rows) + len(key_rows)):
+        # every tile of queries with every tile of keys in its bucket
+        query_rows = query_rows[tile]
+        key_rows = key_rows[(first - counts.cumsum(0) + counts)[tile] + torch.arange(len(tile), device=tile.device)]
+        products = _gather(grad, query_rows) @ _gather(value, key_rows).mT
+        _scatter(grad_query, query_rows, products @ _gather(key, key_rows))
+        _scatter(grad_key, key_rows, products.mT @ _gather(query, query_rows))
     else:
-        # crowded buckets: linear in their rows
-        buckets, bucket = right_buckets.unique_consecutive(return_inverse=True)
-        products = right[right_rows].mT @ third[right_rows]
-        sums = products.new_zeros(len(buckets), *products.shape[1:]).index_add_(0, bucket, products)
-        left_rows = left_rows[counts > 0]
-        products = left[left_rows] @ sums[torch.searchsorted(buckets, left_buckets[counts > 0])]
-    out.index_add_(0, left_rows.flatten(), products.flatten(0, 1))
+        _add_through_sums(grad_query, grad, query_tiles, value, key, key_tiles)
+        _add_through_sums(grad_key, value, key_tiles, grad, query, query_tiles)
+
+
+def _add_through_sums(out: Tensor, left: Tensor, left_tiles, right: Tensor, third: Tensor, right_tiles) -> None:
+    """out_i += left_i^T (sum of right_j third_j^T over the rows j in i's bucket), linear in a bucket's rows."""
+    (left_rows, left_buckets), (right_rows, right_buckets) = left_tiles, right_tiles
+    buckets, bucket = right_buckets.unique_consecutive(return_inverse=True)
+    products = _gather(right, right_rows).mT @ _gather(third, right_rows)
+    sums = products.new_zeros(len(buckets), *products.shape[1:]).index_add_(0, bucket, products)
+    left_rows, left_buckets = (x[torch.isin(left_buckets, buckets)] for x in left_tiles)
+    _scatter(out, left_rows, _gather(left, left_rows) @ sums[torch.searchsorted(buckets, left_buckets)])
+
+
+def _gather(x: Tensor, rows: Tensor) -> Tensor:
+    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+
+
+def _scatter(out: Tensor, rows: Tensor, x: Tensor) -> None:
+    out.index_add_(0, rows.flatten(), x.flatten(0, 1))
 
 
 def _blocks(num_queries: int, num_keys: int):
