@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from time import perf_counter
 
@@ -46,6 +47,30 @@ def test_without_a_compiler_the_install_succeeds_and_says_so_in_one_line(tmp_pat
     run = backends(root)
     assert run.stdout.endswith("[]\n")
     assert "the slower reference path runs" in run.stderr
+
+
+def test_a_source_distribution_has_all_that_a_wheel_is_built_from(tmp_path):
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    root = copy_sources(sources)
+    environment = {**os.environ, "CXX": "no-such-compiler"}
+
+    def run(*command: str, cwd: Path) -> None:
+        outcome = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
+        assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+
+    run("setup.py", "-q", "sdist", cwd=root)
+    (archive,) = root.glob("dist/*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path)
+    (unpacked,) = tmp_path.glob("yoso_hf-*")
+    for folder in ("csrc", "src/yoso_hf"):
+        files = {x.relative_to(root) for x in (root / folder).rglob("*.*")}
+        assert {x.relative_to(unpacked) for x in (unpacked / folder).rglob("*.*")} == files
+    run("-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), ".", cwd=unpacked)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as names:
+        installed = {Path(x).name for x in names.namelist() if Path(x).parent.name == "yoso_hf"}
+    assert installed == {"py.typed", *(x.name for x in (ROOT / "src/yoso_hf").glob("*.py"))}
 
 
 def test_an_old_setuptools_is_named(tmp_path):
