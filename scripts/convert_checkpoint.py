@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from transformers import set_seed
 
 from yoso_hf.conversion import POSITION_METHODS, convert_checkpoint
-from yoso_hf.data import find_files, read_files, select_text
+from yoso_hf.data import find_files, iterate_texts, read_files, select_text
 from yoso_hf.training import parse_arguments
 
 
@@ -80,8 +80,8 @@ def read_texts(args: ConversionArguments, argument: str) -> list[str] | None:
         return None
     files, source = find_files(patterns, f"--{argument}"), f"--{argument} {' '.join(patterns)}"
     rows = select_text(read_files(files, source, document=args.document, streaming=True), args.text_column, source)
-    texts = (row["text"] for row in rows)
-    chosen = list(itertools.islice((text for text in texts if text and text.strip()), args.max_texts))
+    texts = (text for text in iterate_texts(rows, source) if text and text.strip())
+    chosen = list(itertools.islice(texts, args.max_texts))
     if not chosen:
         raise ValueError(f"{source} holds no texts, only blank ones")
     return chosen

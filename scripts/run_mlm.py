@@ -59,6 +59,7 @@ from transformers import (
 import yoso_hf  # noqa: F401, registers the models
 from yoso_hf.data import (
     find_files,
+    iterate_texts,
     pack_dataset,
     read_files,
     select_text,
@@ -132,7 +133,7 @@ class MLMArguments:
         metadata={"help": "documents set aside where no validation data are given, evenly spread, in percent"},
     )
     streaming: bool = field(
-        default=False, metadata={"help": "read and pack the corpus while training; needs max_steps"}
+        default=False, metadata={"help": "read and pack the corpus while training, in one process; needs max_steps"}
     )
     shuffle_buffer: int = field(default=1000, metadata={"help": "blocks among which a streamed corpus is shuffled"})
     block_size: int = field(default=4096, metadata={"help": "tokens in a block"})
@@ -176,6 +177,11 @@ def check_arguments(args: MLMArguments, training_args: TrainingArguments) -> Non
         raise ValueError(f"--max_eval_blocks must be at least 1, got {args.max_eval_blocks}")
     if args.streaming and training_args.do_train and training_args.max_steps <= 0:
         raise ValueError("--streaming needs --max_steps: the length of the corpus is not known")
+    if args.streaming and training_args.do_train and training_args.dataloader_num_workers > 1:
+        raise ValueError(
+            "--dataloader_num_workers must be at most 1 with --streaming, which packs the corpus in one process; "
+            f"got {training_args.dataloader_num_workers}"
+        )
     if args.streaming and training_args.do_eval and args.max_eval_blocks is None:
         raise ValueError("--streaming needs --max_eval_blocks to evaluate")
     if training_args.resume_from_checkpoint:
@@ -362,8 +368,8 @@ def main(argv: list[str] | None = None) -> None:
         documents = read_documents(args, training_args, files)
     if tokenizer is None:
         if training_args.process_index == 0:
-            _, training = documents["train"]
-            tokenizer = train_tokenizer((row["text"] for row in training), args.vocab_size)
+            source, training = documents["train"]
+            tokenizer = train_tokenizer(iterate_texts(training, source), args.vocab_size)
         (tokenizer,) = broadcast_object_list([tokenizer])
     tokenizer.model_max_length = args.block_size
     with training_args.main_process_first(desc="packing the documents"):

@@ -7,11 +7,13 @@ import datasets
 import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset, load_dataset
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from yoso_hf import data
 from yoso_hf.data import (
     find_files,
+    iterate_texts,
     pack_dataset,
     pack_documents,
     read_files,
@@ -70,6 +72,19 @@ def test_streamed_blocks_equal_stored_ones(tokenizer):
     assert np.concatenate(stored["input_ids"]).tolist() == stream[: len(stream) // 32 * 32]
     assert [list(row["input_ids"]) for row in streamed] == stored.to_dict()["input_ids"]
     assert stored.features["input_ids"].feature.dtype == "int32"
+
+
+def test_a_streamed_corpus_takes_one_worker(tokenizer, tmp_path):
+    """datasets would give each of several only a part of the files, and drop the others."""
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} the cat sat on a mat\n\n" * 50)
+    documents = read_files(find_files([str(tmp_path / "*.txt")], "--train_file"), "--train_file", streaming=True)
+    blocks = pack_dataset(documents, tokenizer, 32, "--train_file").with_format("torch")
+    expected = [row["input_ids"].tolist() for row in blocks]
+    found = [row["input_ids"].tolist() for row in DataLoader(blocks, batch_size=None, num_workers=1)]
+    assert found == expected
+    with pytest.raises(ValueError, match="a streamed corpus takes one data loader worker at most, got 2"):
+        list(DataLoader(blocks, batch_size=None, num_workers=2))
 
 
 def test_blocks_are_made_once(tokenizer, monkeypatch, tmp_path):
@@ -163,6 +178,24 @@ def test_blank_lines_end_paragraphs(streaming, tmp_path):
     assert [row["text"] for row in read_files(files, "--train_file", streaming=streaming)] == expected
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_byte_order_mark_is_no_text(streaming, tmp_path):
+    """At the head of each file; elsewhere the same character is one of the text's."""
+    for name, text in (("a", "one\n\nt\ufeffwo\n"), ("b", "three\n")):
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8-sig")
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n", encoding="utf-8-sig")
+    text_files, json_files = (find_files([str(tmp_path / f"*.{end}")], "--train_file") for end in ("txt", "jsonl"))
+    for document, expected in {
+        "paragraph": ["one", "t\ufeffwo", "three"],
+        "line": ["one", "", "t\ufeffwo", "three"],
+        "file": ["one\n\nt\ufeffwo\n", "three\n"],
+    }.items():
+        rows = read_files(text_files, "--train_file", document=document, streaming=streaming)
+        assert [row["text"] for row in rows] == expected
+    rows = read_files(json_files, "--train_file", streaming=streaming)
+    assert [row["text"] for row in rows] == ["one\n\nt\ufeffwo\n", "three\n"]
+
+
 def test_changed_paragraphs_are_read_again(tmp_path):
     path = tmp_path / "a.txt"
     for text in ("one\n\ntwo", "one\n\ntwo\n\nthree"):
@@ -250,6 +283,28 @@ def test_what_cannot_be_read_is_named(name, content, reason, streaming, tmp_path
         with pytest.raises(ValueError, match=f"^--train_file {path} cannot be read.*: .*{reason}"):
             source = f"--train_file {path}"
             select_text(read_files([str(path)], source, document=document, streaming=streaming), "text", source)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        ('{"text": "one"}\n{"text": 5}\n', '{"text": "two"}\n', "a document must be text, got 5"),
+        ('{"text": "one"}\n', '{"text": "two"}\n{"te', "JSON"),
+        ('{"text": "one"}\n', '{"body": "two"}\n', "column names don't match"),
+        ('{"text": null}\n', '{"text": "two"}\n', "Couldn't cast array of type string to null"),
+    ],
+)
+def test_what_cannot_be_read_later_is_named_too(first, second, reason, tmp_path):
+    """A streamed file is opened only when those before it are used up."""
+    source = "--train_file corpus"
+    (tmp_path / "a.jsonl").write_text(first)
+    (tmp_path / "b.jsonl").write_text(second)
+    files = find_files([str(tmp_path / "*.jsonl")], source)
+    documents = select_text(read_files(files, source, streaming=True), "text", source)
+    texts = iterate_texts(documents, source)
+    assert next(texts) in ("one", None)
+    with pytest.raises(ValueError, match=f"(?s)^{source} cannot be read: .*{reason}"):
+        list(texts)
 
 
 def test_empty_dataset_is_refused():

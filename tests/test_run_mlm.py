@@ -464,6 +464,10 @@ REFUSED = {
         PLAIN | {"streaming": True, "max_eval_blocks": None},
         "--streaming needs --max_eval_blocks",
     ),
+    "streamed workers": (
+        PLAIN | {"streaming": True, "dataloader_num_workers": 2},
+        "--dataloader_num_workers must be at most 1 with --streaming, .*; got 2",
+    ),
     "streamed tokenizer": ({"streaming": True}, "--train_tokenizer .* without --streaming"),
     "nothing": ({"do_train": None, "do_eval": None}, "nothing to do: give --do_train or --do_eval"),
     "resume": ({"resume_from_checkpoint": "x"}, "--resume_from_checkpoint is not used"),

@@ -10,11 +10,16 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, Sequence, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
+from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerBase, RobertaTokenizer
 
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 # what the "text" builder of datasets calls them
 _DOCUMENT_UNITS = {"line": "line", "paragraph": "paragraph", "file": "document"}
+# what reading may raise; a streamed file of another schema than the first one's raises a TypeError
+_READING_ERRORS = (DatasetGenerationError, ValueError, TypeError)
+# a byte order mark at the head of a file, as editors on Windows write it, is no text
+_ENCODING = "utf-8-sig"
 # enough for the tokenizer's threads, and its own records of so much text still fit in memory
 _CHARACTERS_AT_ONCE = 2**20
 
@@ -72,11 +77,11 @@ def read_files(
     try:
         if builder == "text" and document == "paragraph":
             return _read_paragraphs(files, streaming)
-        options = {"sample_by": _DOCUMENT_UNITS[document]} if builder == "text" else {}
+        options = {"sample_by": _DOCUMENT_UNITS[document], "encoding": _ENCODING} if builder == "text" else {}
         # load_dataset takes paths for globs
         paths = [glob.escape(path) for path in files]
         return load_dataset(builder, data_files=paths, split="train", streaming=streaming, **options)
-    except (DatasetGenerationError, ValueError) as error:
+    except _READING_ERRORS as error:
         raise _unreadable(f"{source} cannot be read as {builder}", error) from error
 
 
@@ -91,14 +96,14 @@ def _read_paragraphs(files: list[str], streaming: bool) -> Dataset | IterableDat
         return IterableDataset.from_generator(_paragraphs, features=features, gen_kwargs=arguments)
     # as load_dataset, which knows a file by its path, size and time
     status = [(os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files]
-    fingerprint = Hasher.hash(["paragraphs", status])
+    fingerprint = Hasher.hash(["paragraphs", _ENCODING, status])
     return Dataset.from_generator(_paragraphs, features=features, gen_kwargs=arguments, fingerprint=fingerprint)
 
 
 def _paragraphs(files: list[str]) -> Iterator[dict[str, str]]:
     for path in files:
         try:
-            with open(path, encoding="utf-8") as file:
+            with open(path, encoding=_ENCODING) as file:
                 for is_blank, lines in itertools.groupby(file, key=lambda line: not line.strip()):
                     if not is_blank:
                         yield {"text": "".join(lines).removesuffix("\n")}
@@ -122,7 +127,7 @@ def select_text(documents: Dataset | IterableDataset, text_column: str, source: 
     """
     try:
         first = next(iter(documents), None)
-    except (DatasetGenerationError, ValueError) as error:
+    except _READING_ERRORS as error:
         raise _unreadable(f"{source} cannot be read", error) from error
     if first is None:
         raise ValueError(f"{source} holds no documents")
@@ -134,6 +139,28 @@ def select_text(documents: Dataset | IterableDataset, text_column: str, source: 
         )
     documents = documents.select_columns(text_column)
     return documents if text_column == "text" else documents.rename_column(text_column, "text")
+
+
+def iterate_texts(documents: Dataset | IterableDataset, source: str) -> Iterator[str | None]:
+    """The texts of `select_text`'s documents, one by one.
+
+    Args:
+        documents: rows with the column "text".
+        source: where the documents come from, for messages: "--train_file".
+
+    Yields:
+        The text of a document, None where it has none.
+
+    Raises:
+        ValueError: a document cannot be read, or holds something else.
+    """
+    try:
+        for row in documents:
+            if not isinstance(row["text"], str | None):
+                raise ValueError(f"a document must be text, got {row['text']!r}")
+            yield row["text"]
+    except _READING_ERRORS as error:
+        raise _unreadable(f"{source} cannot be read", error) from error
 
 
 def split_documents(
@@ -224,12 +251,13 @@ def pack_dataset(
         Rows with the column "input_ids", int32 of length block_size; of the kind of documents.
 
     Raises:
-        ValueError: the documents are shorter than one block.
+        ValueError: the documents are shorter than one block, or cannot be read. An IterableDataset's blocks raise it
+            as they are used, also where a DataLoader has several workers.
     """
     # from_generator would remember the empty result
-    if next(_blocks(documents, tokenizer, block_size), None) is None:
+    if next(_blocks(documents, tokenizer, block_size, source), None) is None:
         raise ValueError(f"{source} holds fewer tokens than one block: --block_size is {block_size}")
-    arguments = {"documents": documents, "tokenizer": tokenizer, "block_size": block_size}
+    arguments = {"documents": documents, "tokenizer": tokenizer, "block_size": block_size, "source": source}
     features = Features({"input_ids": Sequence(Value("int32"), length=block_size)})
     if isinstance(documents, IterableDataset):
         return IterableDataset.from_generator(_blocks, features=features, gen_kwargs=arguments)
@@ -239,10 +267,13 @@ def pack_dataset(
 
 
 def _blocks(
-    documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, block_size: int
+    documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, block_size: int, source: str
 ) -> Iterator[dict[str, np.ndarray]]:
-    texts = (row["text"] for row in documents)
-    for block in pack_documents(texts, tokenizer, block_size):
+    worker = get_worker_info()
+    if worker is not None and worker.num_workers > 1:
+        # datasets gives each worker only its share of the files, and the blocks are made in one of them
+        raise ValueError(f"a streamed corpus takes one data loader worker at most, got {worker.num_workers}")
+    for block in pack_documents(iterate_texts(documents, source), tokenizer, block_size):
         yield {"input_ids": block}
 
 
