@@ -78,6 +78,7 @@ from yoso_hf.training import (
     longest_input,
     override_config,
     parse_arguments,
+    set_attention,
     write_run,
 )
 
@@ -239,7 +240,8 @@ def read_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
 
 
 def new_model(args: MLMArguments, config: PreTrainedConfig) -> PreTrainedModel:
-    return AutoModelForMaskedLM.from_config(config, dtype=torch.float32, attn_implementation=args.attn_implementation)
+    attn_implementation = set_attention(config, args.attn_implementation)
+    return AutoModelForMaskedLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
 
 
 def check_model(args: MLMArguments, model: PreTrainedModel, vocab_size: int) -> None:

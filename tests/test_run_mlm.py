@@ -325,6 +325,29 @@ def test_another_model_with_softmax_attention(run_mlm, finished, corpus, tmp_pat
     assert evaluated == continued < math.log(500) + 0.3
 
 
+@pytest.mark.parametrize(("attention", "expectation"), [("yoso", "auto"), ("yoso_expectation", True)])
+def test_another_model_from_scratch_keeps_its_yoso_attention(attention, expectation, run_mlm, corpus, tmp_path):
+    """Sampled at this length, unless it is to be exact; what is saved says so, and is evaluated the same way."""
+    sizes = overrides(ROBERTA | {"yoso_num_hash": 2})
+    settings = {"max_steps": 2, "max_eval_blocks": 10, "validation_file": corpus}
+    run_mlm.main(
+        arguments(
+            tmp_path / "run",
+            **settings,
+            model_type="roberta",
+            config_overrides=sizes,
+            attn_implementation=attention,
+            train_file=corpus,
+        )
+    )
+    config = RobertaConfig.from_pretrained(tmp_path / "run")
+    assert (config.yoso_num_hash, config.yoso_use_expectation) == (2, expectation)
+    alone = {"model_type": None, "config_overrides": None, "train_tokenizer": None, "vocab_size": None}
+    alone |= {"do_train": None, "model_name_or_path": tmp_path / "run"}
+    run_mlm.main(arguments(tmp_path / "evaluated", **(settings | alone)))
+    assert results(tmp_path / "evaluated")["eval_loss"] == results(tmp_path / "run")["eval_loss"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "devices", "parameters", "tokens_a_step"),
     [

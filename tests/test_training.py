@@ -291,6 +291,9 @@ def test_settings_of_yoso_stay_with_a_model_of_another_type(tmp_path):
     model = load_pretrained(AutoModelForMaskedLM, original, config, attn_implementation="yoso")
     assert {name: getattr(model.config, name) for name in SETTINGS} == {**SETTINGS, "yoso_num_hash": 7}
 
+    exact = load_pretrained(AutoModelForMaskedLM, original, config, attn_implementation="yoso_expectation")
+    assert exact.config.yoso_use_expectation is True
+
     # chosen again without being named, and left when another attention is
     model.save_pretrained(tuned)
     again = load_pretrained(AutoModelForMaskedLM, tuned, BertConfig.from_pretrained(tuned))

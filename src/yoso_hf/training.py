@@ -339,9 +339,7 @@ def load_pretrained(
         auto_class: an Auto class, such as AutoModelForMaskedLM.
         model_name_or_path: hub name or directory of the checkpoint.
         config: the configuration to load it with.
-        attn_implementation: the attention to use, as transformers names it; None: YOSO where the configuration
-            holds settings of it (transformers saves no attn_implementation), else the model's own. With "yoso", all
-            settings are written into the configuration; with another they are taken out of it.
+        attn_implementation: the attention to use, see `set_attention`.
         new_head: let weights outside the base model, and a pooler, start afresh where the checkpoint has none
             that fit.
 
@@ -351,14 +349,7 @@ def load_pretrained(
     Raises:
         ValueError: weights are missing or of another shape, or the model does not take that attention.
     """
-    if attn_implementation is None and any(hasattr(config, name) for name in SETTINGS):
-        attn_implementation = "yoso"
-    if attn_implementation in IMPLEMENTATIONS:
-        config.update({name: getattr(config, name, default) for name, default in SETTINGS.items()})
-    else:
-        # or what is saved would come back with YOSO
-        for name in [name for name in SETTINGS if hasattr(config, name)]:
-            delattr(config, name)
+    attn_implementation = set_attention(config, attn_implementation)
     model, report = auto_class.from_pretrained(
         model_name_or_path,
         config=config,
@@ -378,6 +369,30 @@ def load_pretrained(
             f"such as {min(absent)}"
         )
     return model
+
+
+def set_attention(config: PreTrainedConfig, attn_implementation: str | None) -> str | None:
+    """Have a configuration tell its model's attention, as transformers saves no attn_implementation.
+
+    Args:
+        config: the model's configuration, changed in place: with YOSO it holds all of its settings, with another
+            attention none of them.
+        attn_implementation: the attention to use, as transformers names it; None: YOSO where the configuration
+            holds settings of it, else the model's own.
+
+    Returns:
+        The attention to use; None: the model's own.
+    """
+    if attn_implementation is None and any(hasattr(config, name) for name in SETTINGS):
+        attn_implementation = "yoso"
+    if attn_implementation in IMPLEMENTATIONS:
+        config.update({name: getattr(config, name, default) for name, default in SETTINGS.items()})
+        if attn_implementation == "yoso_expectation":
+            config.yoso_use_expectation = True
+    else:
+        for name in [name for name in SETTINGS if hasattr(config, name)]:
+            delattr(config, name)
+    return attn_implementation
 
 
 def check_attention(model: PreTrainedModel, attn_implementation: str | None) -> None:
