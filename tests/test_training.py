@@ -121,6 +121,8 @@ def test_wrong_overrides_are_refused(overrides, message):
 
 def write_state(folder, step: int, max_steps: int = 20) -> None:
     folder.mkdir()
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (folder / name).touch()
     TrainerState(global_step=step, max_steps=max_steps).save_to_json(folder / "trainer_state.json")
 
 
@@ -150,6 +152,29 @@ def test_the_last_complete_checkpoint_is_found(tmp_path):
     elsewhere.learning_rate = 2e-3
     with pytest.raises(ValueError, match="another run: learning_rate is 0.001 there and 0.002 here"):
         find_checkpoint(folder, describe_run(elsewhere, [], model="m"))
+
+
+@pytest.mark.parametrize("missing", ["optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_without_optimizer_is_not_resumed(tmp_path, missing):
+    """As --save_only_model leaves it: Trainer would start a new one, in silence."""
+    write_run(tmp_path, {})
+    write_state(tmp_path / "checkpoint-10", 10)
+    last = tmp_path / "checkpoint-15"
+    write_state(last, 15)
+    (last / missing).unlink()
+    with pytest.raises(ValueError, match="checkpoint-15 holds no optimizer and scheduler, as --save_only_model"):
+        find_checkpoint(tmp_path, {})
+    # of DeepSpeed, and of FSDP
+    (last / "global_step15").mkdir()
+    assert find_checkpoint(tmp_path, {}) == str(last)
+    (last / "global_step15").rmdir()
+    (last / "scheduler.pt").touch()
+    (last / "optimizer_0").mkdir()
+    assert find_checkpoint(tmp_path, {}) == str(last)
+    # a finished run needs none
+    write_state(tmp_path / "checkpoint-20", 20)
+    (tmp_path / "checkpoint-20" / missing).unlink()
+    assert find_checkpoint(tmp_path, {}) == str(tmp_path / "checkpoint-20")
 
 
 @pytest.mark.parametrize(
@@ -271,6 +296,7 @@ def test_a_text_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_text(path, "second")
     assert path.read_text() == "first"
+    assert [other.name for other in path.parent.iterdir()] == ["text"]
 
 
 def test_a_model_is_loaded_in_float32_with_all_its_weights(tmp_path):

@@ -147,8 +147,8 @@ def find_checkpoint(output_dir: str | os.PathLike, description: dict[str, Any]) 
         The checkpoint's path, or None.
 
     Raises:
-        ValueError: the directory holds another run that has saved something, files of something else, or a damaged
-            record.
+        ValueError: the directory holds another run that has saved something, files of something else, a damaged
+            record, or a checkpoint with steps left and no optimizer.
     """
     folder = Path(output_dir)
     if not folder.exists():
@@ -177,8 +177,18 @@ def find_checkpoint(output_dir: str | os.PathLike, description: dict[str, Any]) 
             f"--output_dir {folder} holds another run: {'; '.join(differences)}. "
             "Repeat that run's command to resume it, or choose another directory"
         )
-    checkpoints = (folder / f"checkpoint-{step}" for step in steps)
-    return next((str(checkpoint) for checkpoint in checkpoints if _is_complete(checkpoint)), None)
+    for checkpoint in (folder / f"checkpoint-{step}" for step in steps):
+        state = _read_state(checkpoint)
+        if state is None:
+            continue
+        if state.global_step < state.max_steps and not _has_optimizer(checkpoint):
+            # Trainer would go on with a new one, and warm up again
+            raise ValueError(
+                f"--output_dir {checkpoint} holds no optimizer and scheduler, as --save_only_model leaves it, and "
+                "cannot be resumed; choose another directory to train again"
+            )
+        return str(checkpoint)
+    return None
 
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -188,12 +198,18 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
         raise ValueError(f"--output_dir: {path} is damaged ({error}); {remedy}") from error
 
 
-def _is_complete(checkpoint: Path) -> bool:
+def _read_state(checkpoint: Path) -> TrainerState | None:
     try:
-        TrainerState.load_from_json(checkpoint / "trainer_state.json")
+        return TrainerState.load_from_json(checkpoint / "trainer_state.json")
     except (OSError, ValueError):
-        return False
-    return True
+        return None
+
+
+def _has_optimizer(checkpoint: Path) -> bool:
+    # DeepSpeed's are in a folder of its own
+    if any(checkpoint.glob("global_step*")):
+        return True
+    return any(checkpoint.glob("optimizer*")) and (checkpoint / "scheduler.pt").is_file()
 
 
 def finished_state(checkpoint: str | None) -> TrainerState | None:
@@ -257,8 +273,12 @@ def write_text(path: str | os.PathLike, text: str) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        # of a full disk, it would be what a run's directory holds
+        temporary.unlink(missing_ok=True)
 
 
 def override_config(config: PreTrainedConfig, overrides: str | None) -> PreTrainedConfig:
