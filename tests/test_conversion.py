@@ -495,6 +495,19 @@ def test_fitted_hash_code_len(kind, length, options, fitted_with, tokenizers, tm
     assert report.comparison.original_loss == plain.comparison.original_loss
 
 
+@pytest.mark.parametrize("task", ["ForMultipleChoice", "ForSequenceClassification"])
+def test_fitting_leaves_the_head_out(task, tokenizers, tmp_path):
+    """That of multiple choice takes several texts at once."""
+    tokenizer = tokenizers["bert"]
+    original = make_model("bert", task, tokenizer, uniform=False)
+    save(original, tokenizer, tmp_path / "original")
+    convert_checkpoint(tmp_path / "original", tmp_path / "yoso", fit_texts=TEXTS[:2])
+    original.config.update({"yoso_num_hash": 64, "yoso_local_window": 128})
+    batches = [tokenizer(text, truncation=True, max_length=POSITIONS, return_tensors="pt") for text in TEXTS[:2]]
+    expected = fit_hash_code_len(original.base_model, batches).hash_code_len
+    assert YosoConfig.from_pretrained(tmp_path / "yoso").hash_code_len == expected
+
+
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
 def test_a_model_that_has_yoso_attention_already(kind, tokenizers, tmp_path):
     """Trained with attn_implementation="yoso": the same attention, hash functions and all, and so the same outputs."""
@@ -660,6 +673,8 @@ def test_checkpoints_of_the_authors(style, offset, attention, conv, tmp_path):
     path.parent.mkdir(parents=True)
     torch.save({"model_state_dict": weights}, path)
     (tmp_path / "small" / "config.json").write_text(json.dumps({"model": config}))
+    with pytest.raises(ValueError, match="texts need a tokenizer, and .*cp-0003.model holds none"):
+        convert_checkpoint(path, tmp_path / "yoso", texts=TEXTS)
     report = convert_checkpoint(path, tmp_path / "yoso", max_position_embeddings=2 * POSITIONS)
     model = load(tmp_path / "yoso")
     check_lists(report, weights, model.state_dict())
@@ -705,8 +720,6 @@ def test_authors_files_that_do_not_fit(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"listops": {"model": sizes}}))
     with pytest.raises(ValueError, match="no language model of mlpen/YOSO"):
         convert_checkpoint(path, tmp_path / "yoso")
-    with pytest.raises(ValueError, match="texts need a tokenizer"):
-        convert_checkpoint(path, tmp_path / "yoso", texts=TEXTS)
     assert not (tmp_path / "yoso").exists()
 
 
@@ -749,7 +762,18 @@ def test_nothing_is_half_written(tokenizers, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["original", "yoso"]
 
 
-def test_refused_arguments(tokenizers, tmp_path):
+def test_a_link_to_a_directory_stays(tokenizers, tmp_path):
+    source = save(make_model("bert", "Model", tokenizers["bert"]), tokenizers["bert"], tmp_path / "original")
+    (tmp_path / "large disk").mkdir()
+    (tmp_path / "yoso").symlink_to("large disk")
+    for overwrite in (False, True):
+        convert_checkpoint(source, tmp_path / "yoso", overwrite=overwrite)
+        assert (tmp_path / "yoso").is_symlink()
+        assert (tmp_path / "large disk" / "model.safetensors").is_file()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["large disk", "original", "yoso"]
+
+
+def test_refused_arguments(tokenizers, tmp_path, monkeypatch):
     source = save(make_model("bert", "Model", tokenizers["bert"]), tokenizers["bert"], tmp_path / "original")
     kept = {path.name: path.read_bytes() for path in source.iterdir()}
     for target in (source, tmp_path):
@@ -761,6 +785,13 @@ def test_refused_arguments(tokenizers, tmp_path):
         convert_checkpoint(source, tmp_path / "notes", overwrite=True)
     with pytest.raises(ValueError, match="got the file"):
         convert_checkpoint(source, tmp_path / "notes" / "mine.txt")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="Unrecognized model in .*empty"):
+        convert_checkpoint(tmp_path / "empty", tmp_path / "yoso")
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path / "empty")
+        with pytest.raises(ValueError, match="output_dir must not be the current directory, .*, got '.'"):
+            convert_checkpoint(source, ".")
     with pytest.raises(ValueError, match="max_position_embeddings must be at least 1, got 0"):
         convert_checkpoint(source, tmp_path / "yoso", max_position_embeddings=0)
     with pytest.raises(ValueError, match="position_method must be one of"):

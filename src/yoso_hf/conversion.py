@@ -325,11 +325,12 @@ def convert_checkpoint(
         )
 
     is_file = os.path.isfile(source)
+    # first of all, because what is no such checkpoint may have no tokenizer either
+    read = _read_authors(Path(source)) if is_file else _read_pretrained(str(source))
     tokenizer = None if is_file and tokenizer_name is None else _read_tokenizer(tokenizer_name or source)
     if tokenizer is None and (tokenizer_name is not None or texts or fit_texts):
         need = "texts need a tokenizer, and " if tokenizer_name is None else ""
         raise ValueError(f"{need}{tokenizer_name or source} holds none: give another tokenizer_name")
-    read = _read_authors(Path(source)) if is_file else _read_pretrained(str(source))
 
     original = read.weights[read.mapped[_POSITION_TABLE]][read.position_offset :]
     length = max_position_embeddings or len(original)
@@ -484,7 +485,8 @@ def _fit(read: _Source, settings: dict[str, Any], length: int, batches: Iterable
         attention["use_expectation"] = False
     for name, value in attention.items():
         setattr(read.model.config, f"yoso_{name}", value)
-    fit = fit_hash_code_len(read.model, batches)
+    # without its head, which may take several texts at once (multiple choice)
+    fit = fit_hash_code_len(read.model.base_model, batches)
     settings["hash_code_len"] = fit.hash_code_len
     chosen = [length for by_head in fit.hash_code_len for length in by_head]
     left = [error for by_head in fit.error for error in by_head]
@@ -755,6 +757,8 @@ def _fill(model: YosoPreTrainedModel, read: _Source, positions: Tensor) -> list[
 def _check_output(output_dir: Path, source: str | os.PathLike, overwrite: bool) -> None:
     if output_dir.exists() and not output_dir.is_dir():
         raise ValueError(f"output_dir must be a directory, got the file {output_dir}")
+    if output_dir.resolve() == Path.cwd():
+        raise ValueError(f"output_dir must not be the current directory, which is in use, got {str(output_dir)!r}")
     if not output_dir.exists() or not any(output_dir.iterdir()):
         return
     if not overwrite:
@@ -768,6 +772,8 @@ def _check_output(output_dir: Path, source: str | os.PathLike, overwrite: bool) 
 @contextlib.contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
     """A directory to write in, which takes folder's place once all is written."""
+    # a link stays, and points to what is written
+    folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         new, old = Path(temporary) / "new", Path(temporary) / "old"
