@@ -67,11 +67,31 @@ def test_a_fitted_model_is_closer_to_softmax():
 
 def test_the_model_is_left_as_it_was():
     model = build("bert", "eager").train()
+    model.encoder.layer[0].eval()
     before = copy.deepcopy(model.config.to_dict())
+    modes = [module.training for module in model.modules()]
+
+    def interrupted():
+        yield batches()[0]
+        raise KeyboardInterrupt
+
     fit_hash_code_len(model, batches())
-    assert model.config.to_dict() == before
-    assert model.config._attn_implementation == "eager"
-    assert model.training
+    for _ in range(2):
+        assert model.config.to_dict() == before
+        assert model.config._attn_implementation == "eager"
+        assert [module.training for module in model.modules()] == modes
+        with pytest.raises(KeyboardInterrupt):
+            fit_hash_code_len(model, interrupted())
+
+
+def test_a_head_without_output_leaves_no_error():
+    model = build("bert", "sdpa")
+    value = model.encoder.layer[1].attention.self.value
+    with torch.no_grad():
+        value.weight[:8], value.bias[:8] = 0, 0
+    error = torch.tensor(fit_hash_code_len(model, batches()).error)
+    assert error[1, 0] == 0
+    assert (error.flatten() > 0).sum() == 7
 
 
 def test_layers_with_a_window_keep_their_softmax():

@@ -30,7 +30,7 @@ class HashCodeLenFit:
     Args:
         hash_code_len: tau by layer and head, as yoso_hash_code_len and YosoConfig.hash_code_len take it.
         error: what is left, by layer and head: the squared difference of YOSO's and softmax's outputs, over the
-            square of softmax's; 0 for a layer that YOSO does not compute.
+            square of softmax's; 0 for a layer that YOSO does not compute, and for a head without output.
     """
 
     hash_code_len: list[list[int]]
@@ -99,7 +99,7 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
     if not takes_attention(type(model)):
         raise ValueError(f"model must take another attn_implementation, got a {type(model).__name__}, which does not")
     sums = _Errors()
-    before, training = model.config._attn_implementation, model.training
+    before, training = model.config._attn_implementation, [module for module in model.modules() if module.training]
     ALL_ATTENTION_FUNCTIONS[NAME] = sums
     try:
         model.set_attn_implementation(NAME)
@@ -108,7 +108,8 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
             model(**batch)
     finally:
         model.set_attn_implementation(before)
-        model.train(training)
+        for module in training:
+            module.training = True
         del ALL_ATTENTION_FUNCTIONS[NAME]
     if not sums.errors:
         raise ValueError("batches must hold inputs that a layer of full attention sees, got none")
@@ -116,7 +117,8 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
     for layer, errors in sums.errors.items():
         best, index = errors.min(0)
         lengths[layer] = [1 + i for i in index.tolist()]
-        error[layer] = (best / sums.squares[layer]).tolist()
+        squares = sums.squares[layer]
+        error[layer] = torch.where(squares > 0, best / squares, 0).tolist()
     layers = sorted(lengths)
     return HashCodeLenFit([lengths[layer] for layer in layers], [error[layer] for layer in layers])
 
