@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from yoso_hf import YosoConfig, YosoForMaskedLM, YosoForSequenceClassification
-from yoso_hf.glue import TASKS, write_predictions
+from yoso_hf.glue import TASKS, GlueTask, set_labels, write_predictions
 from yoso_hf.model_card import CardTrainer
 
 ROOT = Path(__file__).parents[1]
@@ -521,6 +521,16 @@ def test_accumulated_batches_give_the_loss_of_one(run_glue, checkpoints, tmp_pat
         after = AutoModelForSequenceClassification.from_pretrained(tmp_path / f"run-{parts}").state_dict()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter - after[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("labels", [("US", "us"), ("a", "A", "b")])
+def test_labels_may_differ_in_case_alone(labels):
+    """A head that was trained on them is used as it is, in its own order."""
+    task = GlueTask("sst2", ("text",), labels, ("predictions",))
+    present = labels[::-1]
+    config = YosoConfig(id2label=dict(enumerate(present)))
+    set_labels(config, task, None, trains=False)
+    assert config.label2id == {label: index for index, label in enumerate(present)}
 
 
 def test_similarity_scores_are_clipped(tmp_path):

@@ -194,7 +194,10 @@ def set_labels(config: PreTrainedConfig, task: GlueTask, task_name: str | None, 
     labels = task.labels or ("score",)
     present = [config.id2label[index] for index in range(config.num_labels)]
     same = {label.lower(): label for label in labels}
-    if sorted(same) == sorted(label.lower() for label in present):
+    if sorted(labels) == sorted(present):
+        # labels of one's own may differ in case alone
+        labels = present
+    elif sorted(same) == sorted(label.lower() for label in present):
         labels = [same[label.lower()] for label in present]
     elif not trains and (len(present) != len(labels) or not all(label.startswith("LABEL_") for label in present)):
         raise ValueError(
