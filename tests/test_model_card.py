@@ -89,6 +89,11 @@ def test_metadata_survive_the_file(tmp_path):
     assert "## Training\n\nOn | two texts.\n" in read.text
 
 
+def test_a_bar_does_not_end_a_cell():
+    result = EvalResult(**{**RESULT, "dataset_name": "a|b"}, metric_type="accuracy", metric_value=0.5)
+    assert "| a\\|b |  | accuracy | 0.5 |" in make_card(arguments={"eval_results": [result]}).text
+
+
 def test_model_of_another_kind_is_refused():
     model = BertForMaskedLM(BertConfig(**SIZES, intermediate_size=8))
     with pytest.raises(ValueError, match="model must be a YOSO model of yoso_hf, got BertForMaskedLM"):

@@ -213,8 +213,12 @@ def _rounded(value: Any) -> Any:
 
 def _table(header: tuple, rows: list[tuple]) -> str:
     lines = (header, ["---"] * len(header), *rows)
-    # a line break would end the table
-    return "\n".join("| " + " | ".join(str(cell).replace("\n", " ") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _cell(content: Any) -> str:
+    # a line break would end the table, a bar the cell
+    return str(content).replace("\n", " ").replace("|", "\\|")
 
 
 class CardTrainer(Trainer):
