@@ -119,7 +119,8 @@ Mine.from_pretrained("your-name/gaussian").save_pretrained(folder / "subclass")
 # a run of Trainer: what is pushed at a checkpoint, and what at the end
 ids = [[0] + [5 + i % 7] * 6 + [2] for i in range(8)]
 data = Dataset.from_dict({"input_ids": ids, "labels": [i % 3 for i in range(8)]})
-model = yoso_hf.YosoForSequenceClassification(yoso_hf.YosoConfig(**sizes, use_expectation=False))
+# transformers refuses the configuration: nothing of it loads without this package or trust
+model = yoso_hf.YosoForSequenceClassification(yoso_hf.YosoConfig(**sizes, use_expectation="auto"))
 arguments = TrainingArguments(
     folder / "run", push_to_hub=True, hub_model_id="your-name/run", max_steps=2, save_steps=1, logging_steps=1,
     hub_always_push=True, eval_strategy="steps", eval_steps=1, use_cpu=True, report_to="none",

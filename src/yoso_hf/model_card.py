@@ -64,7 +64,7 @@ Without it, on the code in this repository, plain PyTorch: the same outputs, slo
 from transformers import {auto_class}, AutoTokenizer
 
 model = {auto_class}.from_pretrained("{repo_id}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
+tokenizer = AutoTokenizer.from_pretrained("{repo_id}", trust_remote_code=True)
 ```
 
 With neither, transformers loads a Yoso class of its own without a word. It ignores `attention_mask`, so that padding
