@@ -255,6 +255,8 @@ def main(argv: list[str] | None = None) -> None:
         attn_implementation=args.attn_implementation,
         new_head=training_args.do_train and not finished,
     )
+    # the card's base model, also where the weights are those of a finished run
+    model.config._name_or_path = args.model_name_or_path
     max_seq_length = choose_length(args.max_seq_length, longest_input(model), tokenizer)
     with training_args.main_process_first(desc="encoding the data"):
         encoded = {

@@ -360,6 +360,9 @@ def main(argv: list[str] | None = None) -> None:
             attn_implementation=args.attn_implementation,
             new_head=training_args.do_train,
         )
+        if args.model_name_or_path:
+            # the card's base model, also where the weights are those of a finished run
+            model.config._name_or_path = args.model_name_or_path
     else:
         # no weights yet: what does not fit is to be refused before the documents are read
         with torch.device("meta"):
