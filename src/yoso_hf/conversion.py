@@ -285,7 +285,8 @@ def convert_checkpoint(
     Args:
         source: hub name or directory of a BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA or Yoso checkpoint; or a file of
             YOSO's authors (cp-0249.model), with the config.json that it was trained with beside it or one
-            directory up. A checkpoint of attn_implementation="yoso" keeps the attention it has.
+            directory up. A checkpoint of attn_implementation="yoso" whose configuration has settings of it keeps the
+            attention it has.
         output_dir: where to write; must not exist or be empty, unless overwrite is set.
         max_position_embeddings: longest sequence of the new model, >= 1; None: the original's.
         position_method: how the position table becomes longer. "tile" repeats it, as YOSO's authors do;
