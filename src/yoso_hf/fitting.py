@@ -68,7 +68,9 @@ class _Errors:
 
     @staticmethod
     def _add(sums: dict[int, Tensor], layer: int, what: Tensor) -> None:
-        sums[layer] = sums[layer] + what.double() if layer in sums else what.double()
+        # some devices have no float64
+        what = what.cpu().double()
+        sums[layer] = sums[layer] + what if layer in sums else what
 
 
 def candidates(use_expectation: bool | str) -> range:
