@@ -134,7 +134,8 @@ class MLMArguments:
         metadata={"help": "documents set aside where no validation data are given, evenly spread, in percent"},
     )
     streaming: bool = field(
-        default=False, metadata={"help": "read and pack the corpus while training, in one process; needs max_steps"}
+        default=False,
+        metadata={"help": "read and pack the corpus while training, in one worker at most; needs max_steps"},
     )
     shuffle_buffer: int = field(default=1000, metadata={"help": "blocks among which a streamed corpus is shuffled"})
     block_size: int = field(default=4096, metadata={"help": "tokens in a block"})
@@ -178,11 +179,6 @@ def check_arguments(args: MLMArguments, training_args: TrainingArguments) -> Non
         raise ValueError(f"--max_eval_blocks must be at least 1, got {args.max_eval_blocks}")
     if args.streaming and training_args.do_train and training_args.max_steps <= 0:
         raise ValueError("--streaming needs --max_steps: the length of the corpus is not known")
-    if args.streaming and training_args.do_train and training_args.dataloader_num_workers > 1:
-        raise ValueError(
-            "--dataloader_num_workers must be at most 1 with --streaming, which packs the corpus in one process; "
-            f"got {training_args.dataloader_num_workers}"
-        )
     if args.streaming and training_args.do_eval and args.max_eval_blocks is None:
         raise ValueError("--streaming needs --max_eval_blocks to evaluate")
     if training_args.resume_from_checkpoint:
@@ -338,6 +334,9 @@ def main(argv: list[str] | None = None) -> None:
     args, training_args = parse_arguments([MLMArguments, TrainingArguments], argv)
     training_args.do_eval |= training_args.eval_on_start
     check_arguments(args, training_args)
+    if args.streaming:
+        # several would each pack a share of the files, and only one's blocks be used
+        training_args.dataloader_num_workers = min(training_args.dataloader_num_workers, 1)
     training_args.include_num_input_tokens_seen = "all"
     files = {name: find_files(getattr(args, name) or [], f"--{name}") for name in ("train_file", "validation_file")}
     description = describe(args, training_args, files)

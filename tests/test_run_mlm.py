@@ -298,6 +298,20 @@ def test_streamed_run_resumes_where_it_was(run_mlm, finished, corpus, tmp_path):
     assert tokens < results(whole)["num_input_tokens_seen"] == 12 * 16 * 64
 
 
+def test_a_streamed_corpus_is_read_whole_whatever_the_workers(run_mlm, finished, corpus, tmp_path):
+    """The recipes have two, of which each would see one of two files."""
+    lines = corpus.read_text().splitlines(keepends=True)
+    files = [tmp_path / f"{name}.jsonl" for name in "ab"]
+    for file, part in zip(files, (lines[:2], lines[2:4]), strict=True):
+        file.write_text("".join(part))
+    settings = {"streaming": True, "train_tokenizer": None, "vocab_size": None, "tokenizer_name": finished}
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for workers, run in enumerate(runs, 1):
+        named = {"train_file": tmp_path / "*.jsonl", "validation_file": corpus, "dataloader_num_workers": workers}
+        run_mlm.main(arguments(run, **settings, **named))
+    torch.testing.assert_close(*map(weights, runs), rtol=0, atol=0)
+
+
 def test_another_model_with_softmax_attention(run_mlm, finished, corpus, tmp_path):
     """From a config file, by YAML with the command line on top; then continued from its checkpoint."""
     RobertaConfig(**ROBERTA, vocab_size=500).save_pretrained(tmp_path)
@@ -486,10 +500,6 @@ REFUSED = {
     "streamed evaluation": (
         PLAIN | {"streaming": True, "max_eval_blocks": None},
         "--streaming needs --max_eval_blocks",
-    ),
-    "streamed workers": (
-        PLAIN | {"streaming": True, "dataloader_num_workers": 2},
-        "--dataloader_num_workers must be at most 1 with --streaming, .*; got 2",
     ),
     "streamed tokenizer": ({"streaming": True}, "--train_tokenizer .* without --streaming"),
     "nothing": ({"do_train": None, "do_eval": None}, "nothing to do: give --do_train or --do_eval"),
