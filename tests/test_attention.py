@@ -545,6 +545,24 @@ def test_second_derivatives_are_refused(expectation, normalization):
         torch.autograd.grad(gradients[0].square().sum(), tensors, allow_unused=True)
 
 
+@BOTH
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("moved", [0, 1, 2], ids=["query", "key", "value"])
+def test_forward_mode_derivatives_are_refused(moved, compiled, expectation):
+    tensors = inputs(N=6, M=6, Dv=16)
+
+    def derivative(moving):
+        def attend(x):
+            return yoso_attention(*tensors[:moved], x, *tensors[moved + 1 :], expectation=expectation)
+
+        return torch.func.jvp(attend, (moving,), (torch.ones_like(moving),))
+
+    if compiled:
+        derivative = torch.compile(derivative, backend="eager")
+    with pytest.raises(NotImplementedError, match="no forward-mode derivatives, as torch.func.jvp and jacfwd take"):
+        derivative(tensors[moved])
+
+
 @pytest.mark.parametrize("path", ["compiled", "reference"])
 def test_autocast_does_not_round_what_is_float32(path):
     """On the reference path in a process of its own, as it is chosen once."""

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .graphs import expectation_attention_graph, sampled_attention_graph
 from .hashing import MAX_HASH_CODE_LEN, HashFunctions, check_integer
@@ -80,7 +81,7 @@ def yoso_attention(
     expectation that is (1 - acos(x) / pi)^hash_code_len, x the cosine of query and key. Lengths of query and key do
     not matter. A vector of length zero has cosine 0 with every other; where sampled, two of them share all codes. A
     NaN in query or key makes exact weights NaN, and sampled ones only different. Second derivatives are refused, and
-    those of forward mode (torch.func.jvp) are zero.
+    those of forward mode (torch.func.jvp).
 
     Args:
         query: [B, H, N, D], float16, bfloat16, float32 or float64; N, D >= 1.
@@ -116,8 +117,10 @@ def yoso_attention(
 
     Raises:
         ValueError: an argument out of range, or shapes, dtypes or devices that do not fit; the message names it.
+        NotImplementedError: query, key or value has a tangent, as in torch.func.jvp.
     """
     _check(query, key, value, key_mask, normalization, backward, expectation, similarity, local_window)
+    _refuse_tangents(query, key, value)
     heads, head_dim = query.shape[1], query.shape[3]
     if similarity == "dot_product":
         head_dim += 2
@@ -268,6 +271,12 @@ def _unit_rows(out: Tensor) -> Tensor:
     positive = length > 0
     # as above: a zero row has no gradient
     return out / torch.where(positive, length, 1) * positive
+
+
+def _refuse_tangents(*tensors: Tensor) -> None:
+    # which the operators would drop in silence
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError("YOSO attention has no forward-mode derivatives, as torch.func.jvp and jacfwd take")
 
 
 def _check(query, key, value, key_mask, normalization, backward, expectation, similarity, local_window) -> None:
