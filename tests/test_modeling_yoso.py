@@ -1,5 +1,6 @@
 import collections
 import copy
+import math
 import pickle
 
 import pytest
@@ -194,11 +195,11 @@ def test_neighbours_change_nothing(model_class, attention):
 
 
 @torch.no_grad()
-def test_integer_mask_means_the_same():
+def test_other_dtypes_of_the_mask_mean_the_same():
     model = make_model(YosoModel)
     ids, mask = make_ids(2, 10), make_mask([4, 10], 10)
     expected = model(ids, attention_mask=mask).last_hidden_state
-    for dtype in (torch.int64, torch.int32, torch.uint8):
+    for dtype in (torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16):
         assert torch.equal(model(ids, attention_mask=mask.to(dtype)).last_hidden_state, expected)
 
 
@@ -538,6 +539,8 @@ def test_attentions_are_the_weights_in_use():
         heads = weights @ value.view(2, 20, 4, 8).transpose(1, 2)
         assert_near(F.normalize(heads, dim=-1).transpose(1, 2).flatten(2), context)
     assert model(ids).attentions is None
+    with torch.enable_grad():
+        assert not any(weights.requires_grad for weights in model(ids, output_attentions=True).attentions)
 
 
 @torch.no_grad()
@@ -746,7 +749,11 @@ def test_two_steps_of_trainer(tmp_path):
         (torch.ones(10, dtype=torch.int64), r"torch.int64 of shape \[10\]"),
         (torch.ones(1, 10, dtype=torch.bool), r"torch.bool of shape \[1, 10\]"),
         (torch.ones(2, 1, 10, 10, dtype=torch.bool), r"torch.bool of shape \[2, 1, 10, 10\]"),
-        (torch.ones(2, 10), r"torch.float32 of shape \[2, 10\]"),
+        (torch.ones(2, 1, 1, 10), r"torch.float32 of shape \[2, 1, 1, 10\]"),
+        # to be added to weights
+        (torch.tensor([0.0, -math.inf]).expand(2, 5, 2).flatten(1), r"torch.float32 of shape \[2, 10\]"),
+        (torch.full((2, 10), 0.5), r"torch.float32 of shape \[2, 10\]"),
+        (torch.ones(2, 10, dtype=torch.complex64), r"torch.complex64 of shape \[2, 10\]"),
         (torch.ones(2, 10, dtype=torch.bool, device="meta"), r"torch.bool of shape \[2, 10\] on meta"),
         ([[1] * 10] * 2, "list"),
     ],

@@ -391,15 +391,15 @@ class YosoModel(YosoPreTrainedModel):
 
         Args:
             input_ids: token ids, int64, shape [B, N], N at most max_position_embeddings.
-            attention_mask: bool or integer, shape [B, N], 1 for a real token and 0 for padding on either
-                side; None: all tokens are real.
+            attention_mask: bool, integer, or floating point of nothing but 0 and 1, shape [B, N], 1 for a real
+                token and 0 for padding on either side; None: all tokens are real.
             token_type_ids: int64, shape [B, N], in 0..type_vocab_size - 1; None: all 0.
             position_ids: rows of the position table, int64, shape [B, N], the first token's being 2; None:
                 the real tokens are counted from there.
             inputs_embeds: token embeddings in place of input_ids, floating point, shape [B, N, hidden_size].
             **kwargs: output_hidden_states, output_attentions and return_dict. Attentions are the kernel's
-                weights, shape [B, H, N, N], before the context vectors are scaled to unit length; they need
-                use_expectation=True.
+                weights, shape [B, H, N, N], before the context vectors are scaled to unit length, without a
+                gradient; they need use_expectation=True.
 
         Returns:
             BaseModelOutput with last_hidden_state of shape [B, N, hidden_size]; what it holds for padding
@@ -407,7 +407,8 @@ class YosoModel(YosoPreTrainedModel):
 
         Raises:
             ValueError: both or neither of input_ids and inputs_embeds, a sequence too long, an attention_mask
-                of another shape, type or device, output_attentions without use_expectation=True.
+                of another shape, type or device or with other floating point numbers, output_attentions without
+                use_expectation=True.
         """
         if (input_ids is None) == (inputs_embeds is None):
             given = "neither" if input_ids is None else "both"
@@ -734,17 +735,18 @@ class YosoForQuestionAnswering(YosoPreTrainedModel):
 
 
 def check_attention_mask(attention_mask: Tensor, shape: torch.Size, device: torch.device) -> None:
-    """Raises ValueError unless the mask is a bool or integer tensor of this shape on this device."""
+    """Raises ValueError unless the mask is a tensor of this shape on this device, integer or only 0 and 1."""
     given = type(attention_mask).__name__
     if isinstance(attention_mask, Tensor):
         dtype = attention_mask.dtype
-        is_integer = not dtype.is_floating_point and not dtype.is_complex
-        if is_integer and attention_mask.shape == shape and attention_mask.device == device:
+        fits = attention_mask.shape == shape and attention_mask.device == device and not dtype.is_complex
+        # masks that PEFT extends by virtual tokens are floating point, and so are those to be added to weights
+        if fits and (not dtype.is_floating_point or ((attention_mask == 0) | (attention_mask == 1)).all()):
             return
         given = f"{dtype} of shape {list(attention_mask.shape)} on {attention_mask.device}"
     raise ValueError(
         f"attention_mask must be a bool or integer tensor of shape {list(shape)} on {device}, "
-        f"1 for a real token and 0 for padding, got {given}"
+        f"1 for a real token and 0 for padding, or a floating point one of nothing but 0 and 1, got {given}"
     )
 
 
