@@ -397,6 +397,78 @@ def test_lora(mode, model_class, tmp_path):
         assert_near(merged(**inputs)[0], expected, atol=1e-3)
 
 
+VIRTUAL_TOKENS = 4
+# not token classification: PEFT gives virtual tokens no labels
+PROMPTED = {"SEQ_CLS": YosoForSequenceClassification, "QUESTION_ANS": YosoForQuestionAnswering}
+
+
+@both_modes
+@pytest.mark.parametrize("task_type", PROMPTED)
+@pytest.mark.parametrize("config_class", ["PromptTuningConfig", "PromptEncoderConfig"])
+def test_virtual_tokens(mode, task_type, config_class, tmp_path):
+    peft = pytest.importorskip("peft")
+    model_class = PROMPTED[task_type]
+    model = make_model(model_class, **mode)
+    model.save_pretrained(tmp_path / "base")
+    config = getattr(peft, config_class)(num_virtual_tokens=VIRTUAL_TOKENS, task_type=task_type)
+    tuned = peft.get_peft_model(model, config).eval()
+    tuned.save_pretrained(tmp_path / "adapter")
+    inputs, mask = make_batch()
+    with torch.no_grad():
+        outputs = tuned(**inputs)[0]
+        base = model_class.from_pretrained(tmp_path / "base")
+        words = base.get_input_embeddings()(inputs["input_ids"])
+        prompted = torch.cat([tuned.get_prompt(batch_size=2), words], dim=1)
+        prompted_mask = torch.cat([mask.new_ones(2, VIRTUAL_TOKENS), mask], dim=1)
+        assert_near(outputs, base(inputs_embeds=prompted, attention_mask=prompted_mask)[0])
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        assert_near(loaded(**inputs)[0], outputs)
+    labels = {
+        "SEQ_CLS": {"labels": torch.tensor([0, 2])},
+        "QUESTION_ANS": {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])},
+    }[task_type]
+    tuned(**inputs, **labels).loss.backward()
+    trained = {name: parameter for name, parameter in tuned.named_parameters() if parameter.requires_grad}
+    assert any("prompt_encoder" in name for name in trained)
+    for name, parameter in trained.items():
+        assert parameter.grad.any(), name
+
+
+# torch.func
+
+
+@torch.no_grad()
+@both_modes
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_over_models_and_texts(mode):
+    models = [make_model(YosoModel, **mode) for _ in range(3)]
+    inputs, mask = make_batch()
+    states = torch.func.stack_module_state(models)
+
+    def encode(state, buffers, ids, mask):
+        inputs = {"input_ids": ids[None], "attention_mask": mask[None]}
+        return torch.func.functional_call(models[0], (state, buffers), kwargs=inputs).last_hidden_state[0]
+
+    of_texts = torch.vmap(encode, in_dims=(None, None, 0, 0))
+    outputs = torch.vmap(of_texts, in_dims=(0, 0, None, None))(*states, *inputs.values())
+    for output, model in zip(outputs, models, strict=True):
+        assert_near(output[mask], model(**inputs).last_hidden_state[mask])
+
+
+@pytest.mark.parametrize("use_expectation", [False, True, "auto"])
+def test_derivatives_of_torch_func_are_refused(use_expectation):
+    model = make_model(YosoModel, use_expectation=use_expectation)
+    words = torch.randn(1, 20, 32)
+
+    def encode(words):
+        return model(inputs_embeds=words).last_hidden_state.sum()
+
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(encode)(words)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(encode, (words,), (words,))
+
+
 # torch.compile
 
 
