@@ -226,6 +226,28 @@ def test_attention_to_other_tokens_keeps_its_softmax_where_there_are_as_many_of_
     torch.testing.assert_close(decoded[0], decoded[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("model_type", ["nllb-moe", "t5gemma2_decoder"])
+def test_a_decoder_is_causal_without_a_mask(model_type):
+    """Layers of NLLB-MoE do not say that they are; T5Gemma 2 joins the masks of a text's own and of other tokens."""
+    sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2}
+    if model_type == "nllb-moe":
+        config = transformers.NllbMoeConfig(
+            **sizes, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_experts=2, decoder_sparse_step=0,
+        )  # fmt: skip
+    else:
+        text = {**sizes, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+        config = transformers.T5Gemma2Config(encoder={"text_config": text}, decoder=text)
+    decoded = []
+    for attention in ("yoso", "eager"):
+        torch.manual_seed(0)
+        model = transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation=attention).eval()
+        states = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(1))
+        out = model.decoder(input_ids=tokens(3, 7), encoder_hidden_states=states, use_cache=False)
+        decoded.append(out.last_hidden_state)
+    torch.testing.assert_close(decoded[0], decoded[1], rtol=1e-5, atol=1e-5)
+
+
 def test_a_mask_that_a_model_expands_by_itself():
     """Siglip2's pooling repeats the mask of its encoder for each head."""
     config = transformers.Siglip2VisionConfig(
@@ -271,6 +293,8 @@ def test_what_yoso_cannot_compute_is_refused():
     # also where the layer would be left to sdpa, which drops them
     with pytest.raises(ValueError, match="cannot use the s_aux of BertSelfAttention"):
         yoso_attention_forward(layer, rows, rows, rows, None, sliding_window=2, s_aux=torch.zeros(4))
+    with pytest.raises(ValueError, match="cannot use the softcap of BertSelfAttention"):
+        yoso_attention_forward(layer, rows, rows, rows, None, sliding_window=2, softcap=50.0)
     config = transformers.MistralConfig(**LONG, num_key_value_heads=4, sliding_window=8)
     model = transformers.AutoModel.from_config(config, attn_implementation="yoso")
     with pytest.raises(ValueError, match="MistralAttention is causal"):
@@ -293,6 +317,9 @@ def test_models_that_would_ignore_the_name_are_refused(attention):
     ):
         with pytest.raises(ValueError, match=f'Model does not take attn_implementation="{attention}"'):
             transformers.AutoModel.from_config(other, attn_implementation=attention)
+    # attention by names of their own, by a name that is looked up in the wrong place, and none by name beside some
+    for model_class in (transformers.SamModel, transformers.Kosmos2_5Model, transformers.Gemma3nAudioEncoder):
+        assert not takes_attention(model_class)
     # all other names go where they went before
     assert transformers.AutoModel.from_config(config, attn_implementation="eager") is not None
 

@@ -23,9 +23,9 @@ from .hashing import HashFunctions
 logger = logging.get_logger(__name__)
 
 # the arguments of a model's attention that change its weights, and that YOSO's weights cannot follow
-UNSUPPORTED = ("position_bias", "softcap", "head_mask")
-# those that sdpa drops as well
-UNSUPPORTED_BY_SDPA = ("s_aux", "sinks")
+UNSUPPORTED = ("position_bias", "head_mask")
+# those that sdpa drops or refuses as well
+UNSUPPORTED_BY_SDPA = ("s_aux", "sinks", "softcap")
 # parameters of a layer that may attend to other tokens than its own
 OTHER_TOKENS = {"key_value_states", "encoder_hidden_states", "cross_attention_states", "key", "keys"}
 
@@ -236,8 +236,11 @@ def _hash_functions(module: nn.Module, query: Tensor, settings: dict) -> HashFun
 
 def make_mask(*, attention_mask: Tensor | None, mask_function, **kwargs) -> Tensor | None:
     """The mask that a layer's attention gets: bool [B, 1, 1, N], or sdpa's for a layer that is left to sdpa."""
-    if mask_function is bidirectional_mask_function:
+    # without a skip the model goes on with the mask, to join it with another (T5Gemma 2)
+    if mask_function is bidirectional_mask_function and kwargs.get("allow_is_bidirectional_skip"):
         return None if attention_mask is None else attention_mask[:, None, None, :]
+    # not every decoder's layer says that it is causal, which sdpa relies on without a mask (NLLB-MoE)
+    kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, **kwargs)
 
 
@@ -252,12 +255,17 @@ def takes_attention(model_class: type[PreTrainedModel]) -> bool:
     """Whether a model looks its attention up by name, in all parts of it as far as its source shows."""
     if not model_class._can_set_attn_implementation():
         return False
-    if model_class._supports_sdpa:
-        return True
-    # transformers looks for one layer that does; another of the same model may have a softmax of its own
-    layers = re.split(r"^class ", inspect.getsource(sys.modules[model_class.__module__]), flags=re.MULTILINE)
+    source = inspect.getsource(sys.modules[model_class.__module__])
+    # classes by name, of which none is YOSO's (SAM); an attribute that there never is (KOSMOS-2.5)
+    if re.search(r"_CLASSES\[(self\.)?config\._attn_implementation\]|getattr\(\s*ALL_ATTENTION_FUNCTIONS", source):
+        return False
+    # transformers looks for one layer that does; another of the same model may have a softmax of its own. That of
+    # deformable attention is of a few points of another picture, and that of poolings and maps no layer's
+    layers = re.split(r"^class ", source, flags=re.MULTILINE)
     return not any(
-        re.match(r"\w*Attention\w*\(nn\.Module\)", layer) and "softmax(" in layer and "get_interface(" not in layer
+        re.match(r"(?!\w*Deformable)\w*Attention\(nn\.Module\)", layer)
+        and "softmax(" in layer
+        and "get_interface(" not in layer
         for layer in layers
     )
 
