@@ -131,6 +131,16 @@ def test_no_nan_for_equal_zero_opposite_tiny_and_huge_vectors(expectation, backw
             assert result.isfinite().all()
 
 
+@pytest.mark.parametrize("hash_code_len", [9, 16])
+def test_the_weight_of_equal_vectors(hash_code_len):
+    """README has the bound: a cosine that is one by rounding errors only is half a thousandth of an angle."""
+    torch.manual_seed(0)
+    rows = torch.randn(2000, 1, 1, 64)
+    options = {"expectation": True, "normalization": None, "hash_code_len": hash_code_len}
+    weights = yoso_attention(rows, rows, torch.ones(2000, 1, 1, 1), **options)
+    assert (weights - 1).abs().max() < 0.01
+
+
 @BOTH
 def test_one_token(expectation):
     query, _, _ = inputs(1, 2, 1, 1, 8, 8)

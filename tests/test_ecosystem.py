@@ -43,6 +43,7 @@ TEXT_LENGTHS = (3, 700, 2500)
 MODES = {"sampled": {"use_expectation": False}, "expectation": {"use_expectation": True}}
 
 both_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+all_modes = pytest.mark.parametrize("mode", [*MODES.values(), {"use_expectation": "auto"}], ids=[*MODES, "auto"])
 
 
 @pytest.fixture(autouse=True)
@@ -226,7 +227,7 @@ DEVICE_MAPS = {
 
 
 @torch.no_grad()
-@both_modes
+@all_modes
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("device_map", DEVICE_MAPS.values(), ids=DEVICE_MAPS)
@@ -285,7 +286,7 @@ def assert_same_loss_after_a_step(model, reference):
     assert losses[0][1] < losses[0][0] - 1e-3
 
 
-@both_modes
+@all_modes
 @pytest.mark.parametrize("model_class", [YosoForMaskedLM, YosoForTokenClassification])
 @pytest.mark.filterwarnings("ignore")
 def test_fsdp_by_the_policy_of_accelerate(mode, model_class, one_process):  # noqa: ARG001
@@ -303,7 +304,7 @@ def test_fsdp_by_the_policy_of_accelerate(mode, model_class, one_process):  # no
     assert_same_loss_after_a_step(sharded, reference)
 
 
-@both_modes
+@all_modes
 @pytest.mark.parametrize("model_class", [YosoForMaskedLM, YosoForTokenClassification])
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_fully_shard(mode, model_class, one_process):  # noqa: ARG001
@@ -341,7 +342,7 @@ HEADS = {
 }
 
 
-@both_modes
+@all_modes
 @pytest.mark.parametrize("model_class", HEADS, ids=lambda model_class: model_class.__name__)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_lora(mode, model_class, tmp_path):
@@ -402,7 +403,7 @@ VIRTUAL_TOKENS = 4
 PROMPTED = {"SEQ_CLS": YosoForSequenceClassification, "QUESTION_ANS": YosoForQuestionAnswering}
 
 
-@both_modes
+@all_modes
 @pytest.mark.parametrize("task_type", PROMPTED)
 @pytest.mark.parametrize("config_class", ["PromptTuningConfig", "PromptEncoderConfig"])
 def test_virtual_tokens(mode, task_type, config_class, tmp_path):
@@ -438,7 +439,7 @@ def test_virtual_tokens(mode, task_type, config_class, tmp_path):
 
 
 @torch.no_grad()
-@both_modes
+@all_modes
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_over_models_and_texts(mode):
     models = [make_model(YosoModel, **mode) for _ in range(3)]
@@ -653,7 +654,7 @@ CASTS = {torch.float16: 0.01, torch.bfloat16: 0.03, torch.float64: 1e-5}
 
 
 @torch.no_grad()
-@both_modes
+@all_modes
 @pytest.mark.parametrize(("dtype", "bound"), CASTS.items(), ids=str)
 def test_cast_model_is_near_float32(mode, dtype, bound):
     model = make_model(YosoForMaskedLM, num_hash=32, **mode)
@@ -669,7 +670,7 @@ def test_cast_model_is_near_float32(mode, dtype, bound):
 
 
 @torch.no_grad()
-@both_modes
+@all_modes
 def test_autocast_respects_padding(mode):
     model = make_model(YosoForMaskedLM, num_hash=32, **mode)
     inputs, real = make_batch(300, 120)
@@ -739,7 +740,7 @@ def bitsandbytes_config():
 
 
 @torch.no_grad()
-@both_modes
+@all_modes
 @pytest.mark.parametrize("make_quantization", [torchao_config, quanto_config, bitsandbytes_config])
 @pytest.mark.filterwarnings("ignore")
 def test_eight_bits(mode, make_quantization, tmp_path):
@@ -758,7 +759,7 @@ def test_eight_bits(mode, make_quantization, tmp_path):
 
 
 @torch.no_grad()
-@both_modes
+@all_modes
 @pytest.mark.filterwarnings("ignore")
 def test_dynamic_quantization_of_torch(mode):
     model = make_model(YosoForMaskedLM, num_hash=32, **mode)
