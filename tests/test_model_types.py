@@ -42,9 +42,9 @@ MODELS_WITH_HEADS = (
 )
 LENGTH = 16
 MAX_PARAMETERS = 3e7
-# of 804 with transformers 5.23, where it was 246 and 162
-MOST_NOT_BUILT = 260
-LEAST_REPLACED = 150
+# of all model types; 0.31 and 0.20 of 719 with transformers 5.17 and of 804 with 5.23
+MOST_NOT_BUILT = 0.33
+LEAST_REPLACED = 0.19
 
 # what becomes of a number in a configuration whose key matches, where it is larger
 LARGEST = (
@@ -71,7 +71,7 @@ WIDTH = 256
 HARMLESS = {
     "dropout", "scaling", "is_causal", "sliding_window", "output_attentions", "output_hidden_states", "return_dict",
     "use_cache", "position_ids", "input_ids", "deterministic", "grid_thw", "indices", "output_router_logits",
-    "vision_feature_select_strategy",
+    "vision_feature_select_strategy", "logits_to_keep",
 }  # fmt: skip
 BIASES = {"position_bias", "softcap", "s_aux", "sinks"}
 
@@ -80,7 +80,7 @@ REFUSED = {
     # the part of a model that uses the interface beside one that does not
     "clap_text_model", "git_vision_model", "granite_speech", "granite_speech_plus", "got_ocr2",
     # attention without softmax, or of rectangles only
-    "mra", "reformer", "rwkv", "yoso", "patchtsmixer", "swiftformer", "cvt", "longformer",
+    "mra", "reformer", "rwkv", "yoso", "patchtsmixer", "swiftformer", "cvt", "longformer", "gemma4_audio",
     # says of itself that it is causal, and masks as an encoder, or as it is told
     "phi4_multimodal_vision", "blt_global_transformer",
     # one number stands for the windows of all its layers once it is made small
@@ -536,5 +536,5 @@ def test_most_model_types_are_covered():
     if set(OUTCOMES) != set(MODEL_TYPES):
         pytest.skip("only when all of them ran")
     counts = Counter(OUTCOMES.values())
-    assert counts["not built"] <= MOST_NOT_BUILT, counts
-    assert counts["replaced"] >= LEAST_REPLACED, counts
+    assert counts["not built"] <= MOST_NOT_BUILT * len(MODEL_TYPES), counts
+    assert counts["replaced"] >= LEAST_REPLACED * len(MODEL_TYPES), counts
