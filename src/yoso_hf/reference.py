@@ -17,8 +17,8 @@ from torch import Tensor
 
 # rows of one block of the exact operators
 BLOCK = 256
-# rows of one side that the sampled backward takes at a time, but at least a head's: in a CPU's cache, or enough to
-# keep another device busy for longer than an operation takes to start
+# rows that are taken at a time: such that a CPU's cache holds them, or another device is busy for longer than an
+# operation takes to start
 ROWS_CPU, ROWS_OTHER = 1 << 12, 1 << 16
 # rows of a bucket that it multiplies at a time, at most
 TILE = 64
@@ -28,16 +28,9 @@ PAIRS = 4
 
 def hash_hadamard(x: Tensor, parameters: Tensor, mask: Tensor | None, num_hash: int, hash_code_len: int) -> Tensor:
     """Codes by signs of H G H D2 H D1 x; see HashFunctions."""
-    size = parameters.shape[-1]
-    x = torch.nn.functional.pad(_accumulator(x), (0, size - x.shape[-1]))
-    signs, scales = parameters.to(x.dtype)[:, None].split([2, parameters.shape[1] - 2], dim=2)
-    rotated = _hadamard(_hadamard(x * signs[:, :, 0]) * signs[:, :, 1])
-    groups = -(-num_hash // size)
-    codes = 0
-    for bit in range(hash_code_len):
-        rows = [_hadamard(rotated * scales[:, :, bit * groups + group]) for group in range(groups)]
-        codes = codes + ((torch.cat(rows, dim=-1)[..., :num_hash] > 0).int() << bit)
-    return _finish_codes(codes, mask, hash_code_len)
+    parts = x.split(max(1, _rows_at_a_time(x) // max(1, x.shape[0] * x.shape[1])), dim=2)
+    codes = [_hadamard_codes(part, parameters, num_hash, hash_code_len) for part in parts]
+    return _finish_codes(torch.cat(codes, dim=2), mask, hash_code_len)
 
 
 def hash_gaussian(x: Tensor, parameters: Tensor, mask: Tensor | None, num_hash: int, hash_code_len: int) -> Tensor:
@@ -86,8 +79,7 @@ def sampled_attention_backward(
     """
     tensors = _wide_unit_rows(query), _wide_unit_rows(key), _accumulator(grad), _accumulator(value)
     tensors = [x.flatten(0, 1) for x in (*tensors, query_codes, key_codes)]
-    rows = ROWS_CPU if query.device.type == "cpu" else ROWS_OTHER
-    heads = max(1, rows // max(query.shape[2], key.shape[2], 1))
+    heads = max(1, _rows_at_a_time(query) // max(query.shape[2], key.shape[2], 1))
     parts = []
     for q, k, g, v, query_codes_part, key_codes_part in zip(*(x.split(heads) for x in tensors), strict=True):
         q_rows, k_rows, g_rows, v_rows = (_with_zero_row(x) for x in (q, k, g, v))
@@ -221,6 +213,19 @@ def _heads_last(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def _hadamard_codes(x: Tensor, parameters: Tensor, num_hash: int, hash_code_len: int) -> Tensor:
+    size = parameters.shape[-1]
+    x = torch.nn.functional.pad(_accumulator(x), (0, size - x.shape[-1]))
+    signs, scales = parameters.to(x.dtype)[:, None].split([2, parameters.shape[1] - 2], dim=2)
+    rotated = _hadamard(_hadamard(x * signs[:, :, 0]) * signs[:, :, 1])
+    groups = -(-num_hash // size)
+    codes = 0
+    for bit in range(hash_code_len):
+        rows = [_hadamard(rotated * scales[:, :, bit * groups + group]) for group in range(groups)]
+        codes = codes + ((torch.cat(rows, dim=-1)[..., :num_hash] > 0).int() << bit)
+    return codes
+
+
 def _hadamard(x: Tensor) -> Tensor:
     """The Walsh-Hadamard transform of the last dimension, unnormalised."""
     shape, half = x.shape, 1
@@ -258,6 +263,10 @@ def _through_buckets(source: Tensor, source_rows: Tensor, target_rows: Tensor, n
     table = source.new_zeros(num_rows, source.shape[-1]).index_add_(0, source_rows.flatten(), source.flatten(0, 1))
     table[0] = 0
     return table[target_rows]
+
+
+def _rows_at_a_time(x: Tensor) -> int:
+    return ROWS_CPU if x.device.type == "cpu" else ROWS_OTHER
 
 
 def _with_zero_row(x: Tensor) -> Tensor:
@@ -333,15 +342,19 @@ def _near_weights(unit_query, unit_key, query_codes, key_codes, hash_code_len: i
     """
     length = unit_query.shape[2]
     positions = torch.arange(length, device=unit_query.device)
-    for row in range(0, length, BLOCK):
-        rows = slice(row, min(row + BLOCK, length))
+    # smaller blocks have fewer keys beyond the window, and a CPU starts an operation in no time
+    block = BLOCK // 4 if unit_query.device.type == "cpu" else BLOCK
+    for row in range(0, length, block):
+        rows = slice(row, min(row + block, length))
         columns = slice(max(rows.start - window, 0), min(rows.stop + window, length))
         weights, _ = _kernel(unit_query[:, :, rows] @ unit_key[:, :, columns].transpose(-1, -2), hash_code_len)
         q, k = query_codes[..., rows, None], key_codes[..., None, columns]
-        agreeing = sum((q[:, :, h] == k[:, :, h]).to(weights.dtype) for h in range(q.shape[2]))
+        agreeing = torch.zeros(weights.shape, dtype=torch.int32, device=weights.device)
+        for h in range(q.shape[2]):
+            agreeing += q[:, :, h] == k[:, :, h]
         near = (positions[rows, None] - positions[columns]).abs() <= window
         near = near & (q[:, :, 0] >= 0) & (k[:, :, 0] >= 0)
-        yield rows, columns, torch.where(near, weights - agreeing / q.shape[2], 0)
+        yield rows, columns, torch.where(near, weights - agreeing.to(weights.dtype) / q.shape[2], 0)
 
 
 def _zero_masked(codes: Tensor, *tensors: Tensor) -> list[Tensor]:
