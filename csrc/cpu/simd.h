@@ -61,6 +61,15 @@ using Element = std::remove_reference_t<decltype(std::declval<V>()[0])>;
 template <class V>
 constexpr int64_t kLanes = sizeof(V) / sizeof(Element<V>);
 
+// of vectors V: 32 of AVX-512 and NEON, 16 of AVX2 and SSE
+#if defined(__aarch64__)
+template <class V>
+constexpr int kRegisters = 32;
+#else
+template <class V>
+constexpr int kRegisters = sizeof(V) == 64 ? 32 : 16;
+#endif
+
 // Calls f(Width), a YOSO_INLINE_LAMBDA, as a function of its own from code for vectors V: a loop that needs nearly all
 // registers loses some to whatever surrounds it.
 template <class V, class F>
@@ -297,8 +306,8 @@ YOSO_INLINE void multiply_columns(int64_t I, int64_t K, A a, int64_t a_step, B b
 // and then, for a caller that has something to fetch meanwhile.
 template <class V, class Columns, class A, class B, class To, class F = const Nothing>
 YOSO_INLINE void multiply(int64_t I, Columns J, int64_t K, A a, int64_t a_step, B b, To c, F& after_tile = {}) {
-  // tiles of sums that fit the registers: 32 of AVX-512, 16 otherwise
-  constexpr int kWide = sizeof(V) == 64 ? 4 : 2;
+  // tiles of sums that fit the registers
+  constexpr int kWide = kRegisters<V> / 8;
   constexpr int64_t L = kLanes<V>;
   int64_t j = 0;
   for (; j + kWide * L <= J; j += kWide * L) multiply_columns<V, kWide>(I, K, a, a_step, b, c, j, after_tile);
@@ -336,7 +345,7 @@ YOSO_INLINE void dot_products(int64_t I, int64_t J, Columns columns, A a, B b, E
                               F& after_tile) {
   using T = Element<V>;
   // sums that fit the registers
-  constexpr int R = sizeof(V) == 64 ? 4 : 2, C = 4;
+  constexpr int R = kRegisters<V> / 8, C = 4;
   for (int64_t i = 0; i < I; i += R) {
     const T* left[R];
     for (int r = 0; r < R; ++r) left[r] = a[std::min(i + r, I - 1)];
