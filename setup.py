@@ -8,6 +8,7 @@ Environment:
 """
 
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -23,6 +24,10 @@ from torch.utils import cpp_extension
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit(f"yoso_hf: setuptools 77 or newer is needed, this is {setuptools.__version__}: pip install -U setuptools")
 
+if sys.platform == "darwin":
+    # a Python for two architectures would compile for both, of which torch has one
+    os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
+
 ROOT = Path(__file__).parent
 # the oldest torch whose stable ABI has parallel_for and const_data_ptr; every later torch loads the binary
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
@@ -32,6 +37,29 @@ PREFIX_MAP = f"-ffile-prefix-map={ROOT.resolve()}/="
 # vectors wider than the baseline's registers never cross a function's border, whatever -Wpsabi fears
 CXX_FLAGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
 CXX_FLAGS += [TORCH_TARGET, PREFIX_MAP]
+
+# what csrc/ needs that older compilers lack
+PROBE = """
+typedef float Vector __attribute__((vector_size(16)));
+Vector evens(Vector a, Vector b) { return __builtin_shufflevector(a, b, 0, 2, 4, 6); }
+#if defined(__x86_64__)
+bool has_avx512() { return __builtin_cpu_supports("x86-64-v4"); }
+#endif
+"""
+
+
+def compiler_lacks() -> str | None:
+    """Why no compiler here can be expected to compile csrc/, or None."""
+    if sys.platform == "win32":
+        return "the kernels need vector extensions, which the compiler for Windows lacks"
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if shutil.which(compiler[0]) is None:
+        return f"no C++ compiler ({compiler[0]})"
+    # tried, not asked for its version: Apple counts otherwise, and its c++ may be there only to say what to install
+    command = [*compiler, "-std=c++20", "-x", "c++", "-S", "-o", os.devnull, "-"]
+    if subprocess.run(command, input=PROBE, text=True, capture_output=True).returncode != 0:
+        return f"the kernels need GCC 12 or clang 18 or newer, which {shlex.join(compiler)} is not"
+    return None
 
 
 def find_cuda() -> Path | None:
@@ -58,12 +86,11 @@ class BuildExtension(cpp_extension.BuildExtension):
     """Adds nvcc objects to the extension: torch's CUDAExtension refuses to build against a CPU-only torch."""
 
     def build_extensions(self):
-        compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
-        if shutil.which(compiler) is None:
-            print(
-                f"yoso_hf: no C++ compiler ({compiler}); installing with the reference path only",
-                file=sys.stderr,
-            )
+        reason = compiler_lacks()
+        if reason is not None:
+            if os.environ.get("YOSO_CUDA") == "1":
+                sys.exit(f"yoso_hf: YOSO_CUDA=1, but {reason}")
+            print(f"yoso_hf: {reason}; installing with the reference path only", file=sys.stderr)
             self.extensions.clear()
             return
         sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/cuda/*.cu"))

@@ -1,6 +1,7 @@
 """setup.py, run on a copy of the sources."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from time import perf_counter
 
 import gpu_check
 import pytest
+from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,6 +73,75 @@ def test_a_source_distribution_has_all_that_a_wheel_is_built_from(tmp_path):
     with zipfile.ZipFile(wheel) as names:
         installed = {Path(x).name for x in names.namelist() if Path(x).parent.name == "yoso_hf"}
     assert installed == {"py.typed", *(x.name for x in (ROOT / "src/yoso_hf").glob("*.py"))}
+
+
+def test_a_compiler_that_cannot_compile_the_kernels_leaves_the_reference_path(tmp_path):
+    """Too old, or, as a Mac's c++ at first, there only to say what to install."""
+    root = copy_sources(tmp_path)
+    compiler = root / "stub++"
+    compiler.write_text("#!/bin/sh\necho no developer tools were found >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    log = build(root, CXX=f"{compiler} -march=native")
+    lines = [line for line in log.splitlines() if "reference path" in line]
+    assert lines == [
+        f"yoso_hf: the kernels need GCC 12 or clang 18 or newer, which {compiler} -march=native is not; installing "
+        "with the reference path only"
+    ]
+    assert not list(root.glob("src/yoso_hf/*.so"))
+
+
+def test_what_a_good_compiler_refuses_is_an_error(tmp_path):
+    root = copy_sources(tmp_path)
+    shutil.rmtree(root / "csrc" / "cpu")
+    (root / "csrc" / "module.cpp").write_text('#error "mistake"\n')
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    environment = {**os.environ, "YOSO_CUDA": "0"}
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "mistake" in run.stdout + run.stderr
+
+
+def test_required_cuda_without_a_compiler_is_an_error(tmp_path):
+    root = copy_sources(tmp_path)
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    environment = {**os.environ, "YOSO_CUDA": "1", "CXX": "no-such-compiler"}
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "YOSO_CUDA=1, but no C++ compiler (no-such-compiler)" in run.stderr
+
+
+def newest(compiler: str, oldest: int) -> str | None:
+    """The newest of a compiler's versions on the PATH, as clang++ and clang++-19, from the oldest that will do."""
+    versions = {}
+    for folder in os.environ["PATH"].split(os.pathsep):
+        for path in Path(folder).glob(f"{compiler}*"):
+            if re.fullmatch(r"(-\d+)?", path.name.removeprefix(compiler)):
+                run = subprocess.run([path, "-dumpversion"], capture_output=True, text=True, check=True)
+                versions[int(run.stdout.split(".")[0])] = str(path)
+    return versions[max(versions)] if versions and max(versions) >= oldest else None
+
+
+@pytest.mark.parametrize("target", ["clang", "clang for aarch64", "GCC for aarch64"])
+def test_other_compilers_take_the_cpu_kernels_without_a_warning(target):
+    """To assembly: what may not be inlined into what is found out only then."""
+    cross_gcc = newest("aarch64-linux-gnu-g++", 12)
+    compiler = cross_gcc if target == "GCC for aarch64" else newest("clang++", 18)
+    # clang takes the C++ library of GCC
+    if compiler is None or (target != "clang" and cross_gcc is None):
+        pytest.skip("no such compiler")
+    command = [compiler, "-std=c++20", "-Wall", "-Werror", "-Wno-psabi", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    command += ["--target=aarch64-linux-gnu"] if target == "clang for aarch64" else []
+    for path in cpp_extension.include_paths():
+        command += ["-isystem", path]
+    sources = sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))
+    assert sources
+    running = [
+        subprocess.Popen([*command, "-S", "-o", os.devnull, source], stderr=subprocess.PIPE, text=True)
+        for source in sources
+    ]
+    errors = [process.communicate()[1] for process in running]
+    assert not any(errors), "".join(errors)
+    assert not any(process.returncode for process in running)
 
 
 def test_an_old_setuptools_is_named(tmp_path):
