@@ -22,7 +22,7 @@ BLOCK = 256
 ROWS_CPU, ROWS_OTHER = 1 << 12, 1 << 16
 # rows of a bucket that it multiplies at a time, at most
 TILE = 64
-# tiles of its bucket that a tile is multiplied with one by one, on average and at most
+# pairs of tiles that are multiplied one by one, for each tile at most; with more, a bucket's rows are summed up first
 PAIRS = 4
 
 
