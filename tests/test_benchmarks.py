@@ -450,9 +450,9 @@ def test_a_directory_without_the_authors_sources_is_refused(monkeypatch, capsys,
     assert "a clone of mlpen/YOSO has encoders/" in capsys.readouterr().err
 
 
-def readme_table(corner: str) -> dict[str, dict[int, str]]:
-    """A table of the README, by its rows' names and the lengths over its columns."""
-    lines = (BENCHMARKS.parent / "README.md").read_text().splitlines()
+def readme_table(corner: str, page: str = "README.md") -> dict[str, dict[int, str]]:
+    """A table of a page, by its rows' names and the lengths over its columns."""
+    lines = (BENCHMARKS.parent / page).read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith(f"| {corner} |"))
     rows = []
     for line in itertools.takewhile(lambda line: line.startswith("|"), lines[first:]):
@@ -478,6 +478,15 @@ def test_the_readmes_times_of_attention_are_those_of_the_results(task):
         for length, cell in table[f"{name}, {task}"].items():
             # three digits are shown, of short times two
             assert float(cell.replace(",", "")) == pytest.approx(by_length[length], rel=5e-3, abs=0.05)
+
+
+@pytest.mark.parametrize("task", ["forward", BOTH])
+def test_the_times_without_kernels_are_those_of_the_results(task):
+    table = readme_table("N =", "docs/kernels.md")
+    for name, case in (("sampled", "yoso"), ("exact", "yoso expectation"), ("softmax", "softmax (sdpa)")):
+        by_length = measured("attention-cpu-reference.json", task, case, "ms")
+        cells = table[f"{name}, {task}"].items()
+        assert {length: float(cell.replace(",", "")) for length, cell in cells} == pytest.approx(by_length, abs=0.5)
 
 
 @pytest.mark.parametrize("name", ["BERT (sdpa)", "transformers' Yoso", "Nystromformer", "Longformer", "YOSO"])
