@@ -5,8 +5,10 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from yoso_hf import HashFunctions, ops, yoso_attention
+from yoso_hf import HashFunctions, attention, ops, yoso_attention
 from yoso_hf.attention import EXACT_TOKENS_PER_HASH, SIMILARITIES, attention_weights
 
 BOTH = pytest.mark.parametrize("expectation", [False, True])
@@ -139,6 +141,24 @@ def test_the_weight_of_equal_vectors(hash_code_len):
     options = {"expectation": True, "normalization": None, "hash_code_len": hash_code_len}
     weights = yoso_attention(rows, rows, torch.ones(2000, 1, 1, 1), **options)
     assert (weights - 1).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_float16_on_cuda_is_widened_where_no_kernel_scales_before_it_rounds(has_kernels, monkeypatch):
+    """By tensors without data, which need no GPU."""
+    computed = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):  # noqa: ARG002
+            if function is ops.expectation_attention:
+                computed.append(arguments[0].dtype)
+            return function(*arguments, **(options or {}))
+
+    monkeypatch.setattr(attention, "HAS_CUDA_KERNELS", has_kernels)
+    with FakeTensorMode(), Record():
+        rows = torch.empty(1, 2, 8, 4, dtype=torch.float16, device="cuda")
+        assert yoso_attention(rows, rows, rows, expectation=True).dtype == torch.float16
+    assert computed == [torch.float16 if has_kernels else torch.float32]
 
 
 @BOTH

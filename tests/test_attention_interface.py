@@ -276,6 +276,26 @@ def test_a_mask_that_a_model_makes_by_itself():
         torch.testing.assert_close(together[row, :length], alone[0], rtol=1e-3, atol=1e-4)
 
 
+@torch.no_grad()
+def test_a_part_of_a_model_by_its_configuration():
+    """CLIP, whose texts are causal: its pictures get YOSO, and its texts keep their softmax."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.CLIPConfig(
+        text_config={**sizes, "vocab_size": VOCAB_SIZE, "eos_token_id": 1},
+        vision_config={**sizes, "image_size": 32, "patch_size": 8},
+    )
+    inputs = {"input_ids": tokens(), "pixel_values": torch.randn(2, 3, 32, 32)}
+    outputs = []
+    for attention in ("sdpa", {"vision_config": "yoso"}):
+        torch.manual_seed(0)
+        model = transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation=attention).eval()
+        outputs.append(model(**inputs))
+    torch.testing.assert_close(outputs[0].text_embeds, outputs[1].text_embeds)
+    assert (outputs[0].image_embeds - outputs[1].image_embeds).abs().max() > 1e-4
+    with pytest.raises(ValueError, match="CLIPAttention is causal"):
+        transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation="yoso")(**inputs)
+
+
 def test_what_yoso_cannot_compute_is_refused():
     config = transformers.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=4, n_positions=64)
     model = transformers.AutoModel.from_config(config, attn_implementation="yoso")

@@ -435,6 +435,14 @@ def test_virtual_tokens(mode, task_type, config_class, tmp_path):
         assert parameter.grad.any(), name
 
 
+def test_prefix_tuning_is_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(num_virtual_tokens=VIRTUAL_TOKENS, task_type="SEQ_CLS")
+    tuned = peft.get_peft_model(make_model(YosoForSequenceClassification), config)
+    with pytest.raises(ValueError, match="does not support past key values"):
+        tuned(**make_batch()[0])
+
+
 # torch.func
 
 
@@ -590,6 +598,18 @@ def test_onnx_refuses_a_program_exported_before(tmp_path):
     program = torch.export.export(make_model(YosoModel, num_hidden_layers=1), (), inputs)
     with pytest.raises(torch.onnx.OnnxExporterError, match=r"yoso_hf\.hash_hadamard"):
         torch.onnx.export(program, f=tmp_path / "x", dynamo=True, verbose=False)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_jit_trace_takes_the_exact_kernel_only():
+    inputs, mask = make_batch()
+    arguments = inputs["input_ids"], inputs["attention_mask"]
+    exact = make_model(YosoModel, use_expectation=True, return_dict=False)
+    (output,) = torch.jit.trace(exact, tuple(x[:, :20] for x in arguments))(*arguments)
+    assert_near(output[mask], exact(*arguments)[0][mask])
+    with pytest.raises(ValueError, match="num_heads must be an integer"):
+        torch.jit.trace(make_model(YosoModel, use_expectation=False, return_dict=False), arguments)
 
 
 ONNX = {
