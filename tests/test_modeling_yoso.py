@@ -703,6 +703,56 @@ def test_resized_embeddings(tied, tmp_path):
     assert_near(loaded(ids).logits, model(ids).logits)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("length", [100, 20])
+@all_models
+def test_resized_positions(model_class, length, tmp_path):
+    make_model(model_class).save_pretrained(tmp_path / "old")
+    model = model_class.from_pretrained(tmp_path / "old").eval()
+    old, ids = model.get_position_embeddings().weight.clone(), make_ids(2, 20)
+    expected = run(model, ids)
+    model.resize_position_embeddings(length)
+    new = model.get_position_embeddings().weight
+    assert torch.equal(new[:2], old[:2])
+    assert torch.equal(new[2:], torch.cat([old[2:]] * 3)[:length])
+    assert torch.equal(run(model, ids), expected)
+
+    model.save_pretrained(tmp_path / "new")
+    loaded, info = AUTO_CLASSES[model_class].from_pretrained(tmp_path / "new", output_loading_info=True)
+    assert_all_keys_matched(info)
+    assert model.config.max_position_embeddings == loaded.config.max_position_embeddings == length
+    if model_class is YosoForMaskedLM:
+        assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    ids = make_ids(1, length)
+    assert_near(run(loaded, ids), run(model, ids))
+    with pytest.raises(ValueError, match=f"max_position_embeddings={length} tokens, got {length + 1}"):
+        run(model, make_ids(1, length + 1))
+
+
+def test_resized_positions_are_trained_as_the_old_ones_were():
+    model = make_model(YosoForMaskedLM).to(torch.bfloat16)
+    table = model.get_position_embeddings()
+    model.resize_position_embeddings(60)
+    assert (table.num_embeddings, table.weight.dtype) == (62, torch.bfloat16)
+    ids = make_ids(1, 60)
+    model(ids, labels=ids).loss.backward()
+    assert table.weight.grad[2:].any(dim=1).all() and not table.weight.grad[:2].any()
+    table.requires_grad_(False)
+    model.resize_position_embeddings(70)
+    assert not table.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("number", "message"), [(0, "at least 1, got 0"), (2.5, "an integer, got 2.5"), (True, "got True")]
+)
+def test_resized_positions_out_of_range(number, message):
+    model = make_model(YosoForMaskedLM)
+    with pytest.raises(ValueError, match=f"new_num_position_embeddings must be .*{message}"):
+        model.resize_position_embeddings(number)
+    assert model.get_position_embeddings().weight.shape == (50, 32)
+    assert model.config.max_position_embeddings == 48
+
+
 @pytest.fixture
 def on_cpu():
     with torch.device("cpu"):

@@ -45,6 +45,7 @@ from .modeling_yoso import (
     YosoForSequenceClassification,
     YosoForTokenClassification,
     YosoPreTrainedModel,
+    tile_positions,
 )
 from .training import write_text
 
@@ -412,11 +413,8 @@ def lengthen_positions(table: Tensor, length: int, method: Literal["tile", "inte
     """
     if method not in POSITION_METHODS:
         raise ValueError(f"method must be one of {POSITION_METHODS}, got {method!r}")
-    rows = len(table)
-    if length <= rows:
-        return table[:length]
-    if method == "tile":
-        return table[torch.arange(length) % rows]
+    if method == "tile" or length <= len(table):
+        return tile_positions(table, length)
     return F.interpolate(table.T[None], size=length, mode="linear", align_corners=True)[0].T
 
 

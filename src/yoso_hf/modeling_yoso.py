@@ -30,7 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention import attention_weights, exact_is_cheaper, yoso_attention
 from .configuration_yoso import YosoConfig
-from .hashing import HashFunctions
+from .hashing import HashFunctions, check_integer
 
 # the first two rows of the position table stand for no position, as in RoBERTa
 POSITION_OFFSET = 2
@@ -332,6 +332,31 @@ class YosoPreTrainedModel(PreTrainedModel):
         super().__init_subclass__(**kwargs)
         # a class registered to be saved with its code does not answer for its subclasses, whose code may lie anywhere
         cls._auto_class = None
+
+    def get_position_embeddings(self) -> nn.Embedding:
+        """The table of positions, [max_position_embeddings + 2, hidden_size]: the first token has the third row."""
+        return self.base_model.embeddings.position_embeddings
+
+    @torch.no_grad()
+    def resize_position_embeddings(self, new_num_position_embeddings: int):
+        """Makes the model take longer or shorter sequences: a new table of positions, and the configuration says so.
+
+        A longer table repeats the old one, as a conversion does by default; a shorter one has its first rows. An
+        optimizer made before holds the old one.
+
+        Args:
+            new_num_position_embeddings: tokens of the longest sequence, max_position_embeddings from now on, >= 1.
+
+        Raises:
+            ValueError: new_num_position_embeddings is no integer of at least 1.
+        """
+        check_integer("new_num_position_embeddings", new_num_position_embeddings, 1)
+        embeddings = self.get_position_embeddings()
+        unused, table = embeddings.weight.tensor_split([POSITION_OFFSET])
+        weight = torch.cat([unused, tile_positions(table, new_num_position_embeddings)])
+        embeddings.weight = nn.Parameter(weight, requires_grad=embeddings.weight.requires_grad)
+        embeddings.num_embeddings = len(weight)
+        self.config.max_position_embeddings = new_num_position_embeddings
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs):
         """Saves weights and configuration, with the code that loads them with `trust_remote_code=True`.
@@ -748,6 +773,11 @@ def check_attention_mask(attention_mask: Tensor, shape: torch.Size, device: torc
         f"attention_mask must be a bool or integer tensor of shape {list(shape)} on {device}, "
         f"1 for a real token and 0 for padding, or a floating point one of nothing but 0 and 1, got {given}"
     )
+
+
+def tile_positions(table: Tensor, length: int) -> Tensor:
+    """A table of `length` rows: those of the given one, over and over."""
+    return table[torch.arange(length, device=table.device) % len(table)]
 
 
 def first_token(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
