@@ -245,9 +245,18 @@ def check_model(args: MLMArguments, model: PreTrainedModel, vocab_size: int) -> 
     check_attention(model, args.attn_implementation)
     longest = longest_input(model)
     if longest is not None and args.block_size > longest:
+        positions = model.config.max_position_embeddings
+        # RoBERTa's kind has more positions than it takes tokens
+        needed = positions + args.block_size - longest
+        remedy = f"give --config_overrides max_position_embeddings={needed}"
+        if args.model_name_or_path:
+            remedy = (
+                f"scripts/convert_checkpoint.py --max_position_embeddings {args.block_size} makes a longer Yoso of a "
+                "BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA or Yoso checkpoint"
+            )
         raise ValueError(
             f"--block_size {args.block_size} is longer than what the model takes, {longest} tokens: "
-            f"its max_position_embeddings is {model.config.max_position_embeddings}"
+            f"its max_position_embeddings is {positions}; {remedy}"
         )
     known = model.get_input_embeddings().num_embeddings
     if vocab_size > known:

@@ -437,6 +437,8 @@ def checkpoint_of(kind: str, folder: Path, tokenizer: Path) -> Path:
     elif kind == "resized":
         RobertaForMaskedLM(RobertaConfig(**sizes)).save_pretrained(folder)
         RobertaConfig(**sizes | {"intermediate_size": 96}).save_pretrained(folder)
+    elif kind == "short":
+        RobertaForMaskedLM(RobertaConfig(**sizes | {"max_position_embeddings": 34})).save_pretrained(folder)
     elif kind == "small":
         RobertaForMaskedLM(RobertaConfig(**sizes | {"vocab_size": 499})).save_pretrained(folder)
     else:
@@ -447,10 +449,14 @@ def checkpoint_of(kind: str, folder: Path, tokenizer: Path) -> Path:
 
 PLAIN = {"train_tokenizer": None, "vocab_size": None, "tokenizer_name": "TOKENIZER"}
 REFUSED = {
-    "length": ({"block_size": 65}, "--block_size 65 is longer .* 64 tokens: .*max_position_embeddings is 64"),
+    "length": (
+        {"block_size": 65},
+        "--block_size 65 is longer .* 64 tokens: its max_position_embeddings is 64; "
+        "give --config_overrides max_position_embeddings=65",
+    ),
     "roberta's length": (
         {"model_type": "roberta", "config_overrides": overrides(ROBERTA), "block_size": 65},
-        "--block_size 65 is longer .* 64 tokens: .*max_position_embeddings is 66",
+        "--block_size 65 is longer .* 64 tokens: its max_position_embeddings is 66; .*max_position_embeddings=67",
     ),
     "short block": ({"block_size": 7}, "--block_size must be at least 8, got 7"),
     "tau": ({"config_overrides": overrides(YOSO | {"hash_code_len": 17})}, "hash_code_len must be in 1..16, got 17"),
@@ -533,6 +539,7 @@ def test_bad_input_is_refused_before_anything_is_written(case, run_mlm, finished
     [
         ("renamed", "no checkpoint of BertForMaskedLM"),
         ("resized", "no checkpoint of RobertaForMaskedLM: .* of another shape"),
+        ("short", "64 is longer .* 32 tokens: .* is 34; .*convert_checkpoint.py --max_position_embeddings 64 makes"),
         ("small", "tokenizer has 500 tokens, the model knows 499"),
         ("decoder", "gpt2, for which transformers has no masked language model"),
     ],
