@@ -229,6 +229,15 @@ def test_files_in_the_order_given(tmp_path):
     assert [path[-5] for path in found] == ["c", "a", "b"]
 
 
+def test_a_file_named_twice_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.txt", "a.txt", "c.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "link.txt").symlink_to("b.txt")
+    patterns = ["b.txt", "*.txt", "./a.txt", str(tmp_path / "c.txt")]
+    assert find_files(patterns, "--train_file") == ["b.txt", "a.txt", "c.txt"]
+
+
 @pytest.mark.parametrize("name", ["one[1].txt", "one[1].jsonl", "[ab].jsonl", "what?.txt", "a*.txt"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_path_is_no_glob(name, streaming, tmp_path):

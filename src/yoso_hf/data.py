@@ -33,18 +33,22 @@ def find_files(patterns: list[str], source: str) -> list[str]:
         source: where they come from, for messages: "--train_file".
 
     Returns:
-        The paths, in the order of patterns, sorted within a glob.
+        The paths, in the order of patterns, sorted within a glob. A file that is named several times, be it through
+        links, is there once, where it is named first.
 
     Raises:
         ValueError: a pattern matches nothing, a file is empty, or the kinds are mixed or unknown.
     """
-    files = []
+    # the path that was given, by the one without links
+    files = {}
     for pattern in patterns:
         matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
         matches = [path for path in matches if os.path.isfile(path)]
         if not matches:
             raise ValueError(f"{source} {pattern}: no such file")
-        files += matches
+        for path in matches:
+            files.setdefault(os.path.realpath(path), path)
+    files = list(files.values())
     for path in files:
         if os.path.getsize(path) == 0:
             raise ValueError(f"{source} {path}: the file is empty")
