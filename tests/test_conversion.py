@@ -390,6 +390,22 @@ def test_incomplete_checkpoint(change, tokenizers, tmp_path):
     assert not (tmp_path / "yoso").exists()
 
 
+@pytest.mark.parametrize("kept", [0, 0.5, 0.99])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_damaged_checkpoint_is_named(name, kept, tokenizers, tmp_path):
+    original, source = make_model("bert", "ForMaskedLM", tokenizers["bert"]), tmp_path / "original"
+    save(original, tokenizers["bert"], source)
+    (source / "model.safetensors").rename(source / name)
+    if name == "pytorch_model.bin":
+        torch.save(original.state_dict(), source / name)
+    content = (source / name).read_bytes()
+    (source / name).write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(ValueError, match=r"original cannot be read, .* cut short or damaged \(.*Error: ") as raised:
+        convert_checkpoint(source, tmp_path / "yoso")
+    assert raised.value.__cause__ is not None
+    assert not (tmp_path / "yoso").exists()
+
+
 def test_weights_outside_the_class_are_listed(tokenizers, tmp_path):
     """A pooler that the checkpoint lacks is no loss, and a weight that its class lacks is named."""
     source = save(make_model("bert", "Model", tokenizers["bert"]), tokenizers["bert"], tmp_path / "original")
@@ -719,6 +735,12 @@ def test_authors_files_that_do_not_fit(tmp_path):
     # one of the LRA tasks
     (tmp_path / "config.json").write_text(json.dumps({"listops": {"model": sizes}}))
     with pytest.raises(ValueError, match="no language model of mlpen/YOSO"):
+        convert_checkpoint(path, tmp_path / "yoso")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"cp.model cannot be read, .* cut short or damaged \(.*Error: "):
+        convert_checkpoint(path, tmp_path / "yoso")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json cannot be read, .* cut short or damaged \(JSONDecodeError: "):
         convert_checkpoint(path, tmp_path / "yoso")
     assert not (tmp_path / "yoso").exists()
 

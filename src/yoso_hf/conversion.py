@@ -306,8 +306,8 @@ def convert_checkpoint(
         The report, which is also saved as conversion.json.
 
     Raises:
-        ValueError: the source is of an architecture that Yoso cannot hold, lacks weights, or an argument is out of
-            range; nothing has been written.
+        ValueError: the source is of an architecture that Yoso cannot hold, lacks weights or is damaged, or an
+            argument is out of range; nothing has been written.
         huggingface_hub.errors.StrictDataclassError: hash_code_len, num_hash, local_window or use_expectation is out
             of range.
     """
@@ -513,14 +513,15 @@ def _read_pretrained(source: str) -> _Source:
     auto_class, target_class = _TASKS[task]
     # trained with attn_implementation="yoso"
     has_yoso_attention = any(hasattr(config, name) for name in SETTINGS)
-    model, found = auto_class.from_pretrained(
-        source,
-        config=config,
-        dtype=torch.float32,
-        attn_implementation="yoso" if has_yoso_attention else None,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    with _naming_damage(source):
+        model, found = auto_class.from_pretrained(
+            source,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="yoso" if has_yoso_attention else None,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     weights = model.state_dict()
     prefixes, classifier_activation = _head_prefixes(config, target_class)
     base = f"{model.base_model_prefix}."
@@ -569,6 +570,17 @@ def _read_pretrained(source: str) -> _Source:
             f"the head's dropout becomes {config.hidden_dropout_prob}, classifier_dropout was {head_dropout}"
         )
     return read
+
+
+@contextlib.contextmanager
+def _naming_damage(source: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # safetensors, torch, pickle, zipfile and json have many; what follows their first sentence is advice
+        reason = f"{type(error).__name__}: {error}".partition(". ")[0]
+        message = f"{source} cannot be read, its files may be missing, cut short or damaged ({reason})"
+        raise ValueError(message) from error
 
 
 def _check_config(source: str, config: PreTrainedConfig) -> str:
@@ -644,8 +656,10 @@ def _read_authors(path: Path) -> _Source:
         config_file = path.resolve().parents[1] / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{path} needs the config.json it was trained with, beside it or one directory up")
-    config = json.loads(config_file.read_text()).get("model")
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    with _naming_damage(config_file):
+        config = json.loads(config_file.read_text()).get("model")
+    with _naming_damage(path):
+        content = torch.load(path, map_location="cpu", weights_only=True)
     weights = content.get("model_state_dict") if isinstance(content, dict) else None
     table = (weights or {}).get("model.embeddings.position_embeddings.weight")
     if not isinstance(config, dict) or table is None or "mlm.mlm_class.weight" not in weights:
