@@ -562,6 +562,17 @@ def test_export(mode, model_class, tmp_path):
         assert_near(exported(**inputs)[0], model(**inputs)[0])
 
 
+def test_export_refuses_a_floating_point_mask():
+    model = make_model(YosoModel, num_hidden_layers=1)
+    inputs, _ = make_batch()
+    inputs["attention_mask"] = inputs["attention_mask"].float()
+    message = "attention_mask must be bool or int64 in an export, .* got torch.float32"
+    with pytest.raises(ValueError, match=message):
+        torch.export.export(model, (), inputs)
+    with pytest.raises(RuntimeError, match=message):
+        torch.export.export(model, (), inputs, strict=True)
+
+
 def test_export_of_auto_needs_a_fixed_length():
     model = make_model(YosoModel, num_hidden_layers=1, use_expectation="auto")
     inputs, _ = make_batch()

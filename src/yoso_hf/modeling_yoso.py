@@ -28,7 +28,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import attention_weights, exact_is_cheaper, yoso_attention
+from .attention import attention_weights, exact_is_cheaper, is_exporting, yoso_attention
 from .configuration_yoso import YosoConfig
 from .hashing import HashFunctions, check_integer
 
@@ -432,8 +432,8 @@ class YosoModel(YosoPreTrainedModel):
 
         Raises:
             ValueError: both or neither of input_ids and inputs_embeds, a sequence too long, an attention_mask
-                of another shape, type or device or with other floating point numbers, output_attentions without
-                use_expectation=True.
+                of another shape, type or device or with other floating point numbers, or floating point in an export,
+                output_attentions without use_expectation=True.
         """
         if (input_ids is None) == (inputs_embeds is None):
             given = "neither" if input_ids is None else "both"
@@ -765,8 +765,15 @@ def check_attention_mask(attention_mask: Tensor, shape: torch.Size, device: torc
     if isinstance(attention_mask, Tensor):
         dtype = attention_mask.dtype
         fits = attention_mask.shape == shape and attention_mask.device == device and not dtype.is_complex
+        if fits and not dtype.is_floating_point:
+            return
+        if fits and is_exporting():
+            raise ValueError(
+                "attention_mask must be bool or int64 in an export, where a floating point one cannot be checked to "
+                f"hold nothing but 0 and 1, got {dtype}"
+            )
         # masks that PEFT extends by virtual tokens are floating point, and so are those to be added to weights
-        if fits and (not dtype.is_floating_point or ((attention_mask == 0) | (attention_mask == 1)).all()):
+        if fits and ((attention_mask == 0) | (attention_mask == 1)).all():
             return
         given = f"{dtype} of shape {list(attention_mask.shape)} on {attention_mask.device}"
     raise ValueError(
