@@ -1,15 +1,16 @@
 """How close YOSO comes to the softmax attention that a sentence encoder was trained with, without any training.
 
     python benchmarks/bench_embeddings.py --model_name_or_path sentence-transformers/all-MiniLM-L6-v2 \\
-        --validation_file STS-B/validation.jsonl --train_file STS-B/train.jsonl
+        --validation_file STS-B/validation.jsonl --train_file STS-B/train.jsonl --document_file documents.jsonl
 
 For every setting of the attention: Spearman's correlation of the cosines of embeddings with the scores of sentence
-pairs; the mean cosine of embeddings to those of softmax; and the time of the encoder at several lengths beside sdpa's.
-Embeddings are means over the tokens. Where hash_code_len is fitted, it is on sentences of the training file. For the
-times, the encoder gets random tokens, and its table of positions is repeated as far as needed. With a window of 64,
-a sentence of at most 65 tokens is exact.
+pairs; the mean cosine of embeddings to those of softmax; the same, and the mean cosine of the last hidden states, on
+the beginnings of documents; and the time of the encoder at several lengths beside sdpa's. Embeddings are means over
+the tokens. Where hash_code_len is fitted, it is on sentences of the training file. Beyond its own length the encoder's
+table of positions is repeated, for softmax as well. For the times, it gets random tokens. With a window of 64, a
+sentence of at most 65 tokens is exact.
 
-The files are JSON Lines with sentence1, sentence2 and label, a number.
+The files are JSON Lines with sentence1, sentence2 and label, a number; the documents' has text.
 """
 
 import argparse
@@ -46,22 +47,41 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exact, cosine, tau fitted": {**EXACT, "yoso_hash_code_len": FITTED},
     "exact, dot product, tau 16": {**EXACT, **DOT_PRODUCT, "yoso_hash_code_len": 16},
     "exact, dot product, tau fitted": {**EXACT, **DOT_PRODUCT, "yoso_hash_code_len": FITTED},
-    "exact up to 352 tokens, dot product, tau fitted": {**DOT_PRODUCT, "yoso_hash_code_len": FITTED},
+    "exact up to 704 tokens, dot product, tau fitted": {**DOT_PRODUCT, "yoso_hash_code_len": FITTED},
     "sampled, cosine, tau 9, m 32": {**SAMPLED, "yoso_num_hash": 32},
+    "sampled, cosine, tau 12, m 32": {**SAMPLED, "yoso_num_hash": 32, "yoso_hash_code_len": 12},
+    "sampled, cosine, tau 9, m 64": {**SAMPLED, "yoso_num_hash": 64},
+    "sampled, cosine, tau 10, m 64": {**SAMPLED, "yoso_num_hash": 64, "yoso_hash_code_len": 10},
+    "sampled, cosine, tau 12, m 64": {**SAMPLED, "yoso_num_hash": 64, "yoso_hash_code_len": 12},
     "sampled, cosine, tau 9, m 128": {**SAMPLED, "yoso_num_hash": 128},
     "sampled, cosine, tau fitted, m 128": {**SAMPLED, "yoso_num_hash": 128, "yoso_hash_code_len": FITTED},
     "sampled, cosine, tau 9, m 512": {**SAMPLED, "yoso_num_hash": 512},
     "sampled, cosine, tau 9, m 2048": {**SAMPLED, "yoso_num_hash": 2048},
     "near exact, far sampled, window 64, tau 9, m 32": {**SAMPLED, "yoso_num_hash": 32, "yoso_local_window": 64},
+    "near exact, far sampled, window 128, tau 10, m 64": {
+        **SAMPLED, "yoso_num_hash": 64, "yoso_local_window": 128, "yoso_hash_code_len": 10,
+    },
     "near exact, far sampled, window 64, tau fitted, m 32": {
         **SAMPLED, "yoso_num_hash": 32, "yoso_local_window": 64, "yoso_hash_code_len": FITTED,
     },
 }  # fmt: skip
 
 
-def read_pairs(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
+
+
+def lengthen(model: PreTrainedModel, length: int) -> None:
+    """Repeat a BERT's table of positions, so that it takes `length` tokens; positions from 0 on stay what they are."""
+    table = model.get_submodule("embeddings.position_embeddings")
+    rows = max(length, table.num_embeddings)
+    model.embeddings.position_embeddings = nn.Embedding.from_pretrained(
+        table.weight.detach()[torch.arange(rows, device=table.weight.device) % table.num_embeddings]
+    )
+    count = torch.arange(rows, device=table.weight.device)[None]
+    model.embeddings.register_buffer("position_ids", count, persistent=False)
+    model.embeddings.register_buffer("token_type_ids", torch.zeros_like(count), persistent=False)
 
 
 class Encoder:
@@ -74,7 +94,7 @@ class Encoder:
     def __init__(self, args: argparse.Namespace):
         self.path, self.device = args.model_name_or_path, args.device
         self.tokenizer = AutoTokenizer.from_pretrained(self.path)
-        train = read_pairs(args.train_file)
+        train = read_rows(args.train_file)
         step = max(1, len(train) // args.fit_sentences)
         self.fit_sentences = sorted((row["sentence1"] for row in train[::step][: args.fit_sentences]), key=len)
         self.fits: dict[str, Any] = {}
@@ -107,6 +127,14 @@ class Encoder:
             embeddings.append(F.normalize((states * real).sum(1) / real.sum(1), dim=-1))
         return torch.cat(embeddings).cpu()
 
+    @torch.no_grad()
+    def states(self, setting: str, documents: list[str], length: int) -> list[Tensor]:
+        """The last hidden states of the first `length` tokens of each document, [1, length, hidden_size]."""
+        model = self.model(setting)
+        lengthen(model, length)
+        inputs = (self.tokenizer(text, truncation=True, max_length=length, return_tensors="pt") for text in documents)
+        return [model(**each.to(self.device)).last_hidden_state for each in inputs]
+
 
 @dataclass
 class EncoderCase(Case):
@@ -122,14 +150,7 @@ class EncoderCase(Case):
 
     def setup(self) -> None:
         torch.manual_seed(0)
-        table = self.model.get_submodule("embeddings.position_embeddings")
-        repeats = -(-self.length // table.num_embeddings)
-        weight = table.weight.detach().repeat(repeats, 1)[: max(self.length, table.num_embeddings)]
-        self.model.embeddings.position_embeddings = nn.Embedding.from_pretrained(weight)
-        count = torch.arange(len(weight), device=self.device)[None]
-        self.model.embeddings.register_buffer("position_ids", count, persistent=False)
-        token_types = torch.zeros_like(count)
-        self.model.embeddings.register_buffer("token_type_ids", token_types, persistent=False)
+        lengthen(self.model, self.length)
         self.ids = torch.randint(
             self.model.config.vocab_size // 2, self.model.config.vocab_size, (1, self.length), device=self.device
         )
@@ -176,6 +197,43 @@ def quality(encoder: Encoder, pairs: list[dict[str, Any]], settings: list[str]) 
     return rows
 
 
+def document_quality(
+    encoder: Encoder, documents: list[str], settings: list[str], lengths: list[int]
+) -> list[dict[str, Any]]:
+    """Closeness to softmax by setting on the beginnings of documents.
+
+    Args:
+        encoder: the encoder.
+        documents: texts.
+        settings: keys of SETTINGS.
+        lengths: tokens of a beginning.
+    """
+    rows = []
+    for length in lengths:
+        softmax = encoder.states(SOFTMAX, documents, length)
+        short = [states.shape[1] for states in softmax if states.shape[1] < length]
+        if short:
+            raise ValueError(f"--document_file must hold documents of {length} tokens, got one of {min(short)}")
+        for setting in settings:
+            states = encoder.states(setting, documents, length)
+            by_state = [F.cosine_similarity(*pair, dim=-1).mean() for pair in zip(states, softmax, strict=True)]
+            means = [[each.mean(1) for each in texts] for texts in (states, softmax)]
+            by_embedding = [F.cosine_similarity(*pair, dim=-1) for pair in zip(*means, strict=True)]
+            row = {
+                "setting": setting,
+                "document_length": length,
+                "state_cosine": sum(by_state).item() / len(documents),
+                "embedding_cosine": sum(by_embedding).item() / len(documents),
+            }
+            rows.append(row)
+            print(
+                f"{length:6d} {setting:48s} states {row['state_cosine']:.4f}  "
+                f"embeddings {row['embedding_cosine']:.4f}",
+                flush=True,
+            )
+    return rows
+
+
 def asked(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The table of what is asked: one exact setting has to reach both of its two figures."""
     spearman = {row["setting"]: row["spearman"] for row in rows}
@@ -206,15 +264,24 @@ def main() -> None:
     parser.add_argument("--fit_sentences", type=int, default=200)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--lengths", type=int, nargs="*", default=[128, 512, 4096])
+    parser.add_argument("--document_file", type=Path, help="without it, no documents are compared")
+    parser.add_argument("--max_documents", type=int, default=10, help="as many, evenly spread over the file")
+    parser.add_argument("--document_lengths", type=int, nargs="*", default=[512, 1024, 2048, 4096])
     args = parse_arguments(parser)
     encoder = Encoder(args)
-    rows = quality(encoder, read_pairs(args.validation_file), args.settings)
+    rows = quality(encoder, read_rows(args.validation_file), args.settings)
     table = asked(rows)
     print_table(table)
+    if args.document_file is not None:
+        documents = [row["text"] for row in read_rows(args.document_file)]
+        documents = documents[:: -(-len(documents) // args.max_documents)]
+        rows += document_quality(encoder, documents, args.settings, args.document_lengths)
     for length in args.lengths:
         cases = [EncoderCase(args.device, length, setting).build(encoder) for setting in args.settings]
         rows += measure(cases, args.repeats, args.seconds)
-    args.validation_file, args.train_file = args.validation_file.name, args.train_file.name
+    for name in ("validation_file", "train_file", "document_file"):
+        path = getattr(args, name)
+        setattr(args, name, path and path.name)
     args.model_name_or_path = Path(args.model_name_or_path).name
     write_results(args, rows, table)
 

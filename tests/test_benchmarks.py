@@ -269,7 +269,7 @@ def check_result(output: Path, printed: str) -> dict:
     result = json.loads(output.read_text())
     assert result["machine"]["torch"] == torch.__version__
     # the other rows are of quality
-    timed = [row for row in result["rows"] if "spearman" not in row]
+    timed = [row for row in result["rows"] if not {"spearman", "state_cosine"} & row.keys()]
     assert timed
     assert all(row["ms"] > 0 and row["runs"] == 3 for row in timed)
     assert all(row["name"] in printed for row in result.get("table", []))
@@ -390,6 +390,46 @@ def test_embeddings_are_compared_with_those_of_softmax(tmp_path, run_here):
     assert {(row["length"], row["setting"]) for row in result["rows"] if "ms" in row} == {
         (length, setting) for length in (10, 100) for setting in settings
     }
+
+
+def test_states_of_documents_are_compared_with_those_of_softmax(tmp_path, run_here):
+    texts = [" ".join(f"{word} {i} cats saw {i + 7} dogs" for i in range(20)) for word in ("old", "new", "red")]
+    save_small_bert(tmp_path / "model", texts)
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    others = ("new dogs", "red 5 saw")
+    pairs = [{"sentence1": "old 3 cats", "sentence2": other, "label": i} for i, other in enumerate(others)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    positions = transformers.AutoConfig.from_pretrained(tmp_path / "model").max_position_embeddings
+    setting, lengths = "exact, cosine, tau 9", [positions // 2, positions + 9]
+    names = {"model_name_or_path": "model", "document_file": "documents.jsonl"}
+    names |= {"validation_file": "pairs.jsonl", "train_file": "pairs.jsonl"}
+    files = [part for name, file in names.items() for part in (f"--{name}", str(tmp_path / file))]
+    options = ["--lengths", "10", "--settings", setting, "--max_documents", "2", "--document_lengths"]
+    result = run_here(bench_embeddings, *files, *options, *map(str, lengths))
+    rows = [row for row in result["rows"] if "state_cosine" in row]
+    assert [(row["document_length"], row["setting"]) for row in rows] == [(length, setting) for length in lengths]
+
+    models = [
+        transformers.AutoModel.from_pretrained(tmp_path / "model", attn_implementation=name).eval()
+        for name in ("sdpa", "yoso_expectation")
+    ]
+    models[1].config.yoso_hash_code_len = 9
+    for row, length in zip(rows, lengths, strict=True):
+        states, embeddings = [], []
+        # the two of three that are evenly spread
+        for text in texts[::2]:
+            ids = tokenizer(text, return_tensors="pt").input_ids[:, : length - 1]
+            ids = torch.cat([ids, torch.tensor([[tokenizer.sep_token_id]])], dim=1)
+            places = {"position_ids": torch.arange(length)[None] % positions, "token_type_ids": torch.zeros_like(ids)}
+            with torch.no_grad():
+                one, other = (model(ids, **places).last_hidden_state[0] for model in models)
+            states.append(F.cosine_similarity(one, other, dim=-1).mean())
+            embeddings.append(F.cosine_similarity(one.mean(0), other.mean(0), dim=0))
+        assert abs(row["state_cosine"] - sum(states) / 2) < 1e-5 < 1 - row["state_cosine"]
+        assert abs(row["embedding_cosine"] - sum(embeddings) / 2) < 1e-5
+    with pytest.raises(ValueError, match="must hold documents of 9999 tokens"):
+        run_here(bench_embeddings, *files, *options, "9999")
 
 
 def test_softmax_peer_is_the_original_at_its_length_and_longer(tmp_path):

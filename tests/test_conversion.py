@@ -341,7 +341,7 @@ def test_settings_are_carried_over(tokenizers, tmp_path):
     convert_checkpoint(tmp_path / "original", tmp_path / "default")
     config = YosoConfig.from_pretrained(tmp_path / "default")
     assert (config.hash_code_len, config.num_hash, config.local_window, config.use_expectation) == (
-        12,
+        10,
         64,
         128,
         "auto",
@@ -698,7 +698,7 @@ def test_checkpoints_of_the_authors(style, offset, attention, conv, tmp_path):
     assert not report.new and report.notes == [f"no tokenizer: {path} holds none"]
     kind = attention["attn_type"]
     if kind == "softmax":
-        assert (model.config.normalization, model.config.hash_code_len) == ("sum", 12)
+        assert (model.config.normalization, model.config.hash_code_len) == ("sum", 10)
     else:
         assert model.config.use_expectation is (kind == "yoso-v1-e")
         assert model.config.hash_code_len == 5

@@ -355,7 +355,7 @@ class Oracle:
         call = len(self.outputs)
         if call < len(self.yoso) and self.yoso[call]:
             cosine = F.normalize(query.double(), dim=-1) @ F.normalize(key.double(), dim=-1).mT
-            weights = (1 - cosine.clamp(-1, 1).acos() / math.pi) ** 12 * seen
+            weights = (1 - cosine.clamp(-1, 1).acos() / math.pi) ** 10 * seen
         else:
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             scores = query.double() @ key.double().mT * scaling

@@ -51,15 +51,15 @@ from .training import write_text
 
 REPORT_FILE = "conversion.json"
 POSITION_METHODS = ("tile", "interpolate")
-# what a softmax model's attention becomes unless the caller says otherwise. With 64 hash functions "auto" is exact
-# up to 704 tokens, so a text that the original could take gets no noise; beyond, the window keeps near words from it
+# what a softmax model's attention becomes unless the caller says otherwise: what attn_implementation="yoso" makes of
+# it, with a window that keeps near words from the noise of long texts; those that the original could take are exact
 SOFTMAX_ATTENTION = {
-    "normalization": "sum",
-    "similarity": "cosine",
-    "hash_code_len": 12,
-    "num_hash": 64,
+    "normalization": SETTINGS["yoso_normalization"],
+    "similarity": SETTINGS["yoso_similarity"],
+    "hash_code_len": SETTINGS["yoso_hash_code_len"],
+    "num_hash": SETTINGS["yoso_num_hash"],
     "local_window": 128,
-    "use_expectation": "auto",
+    "use_expectation": SETTINGS["yoso_use_expectation"],
 }
 # the same where nothing is ever sampled: closer to softmax, by a sharpness that hash codes have no room for
 EXACT_SOFTMAX_ATTENTION = SOFTMAX_ATTENTION | {
