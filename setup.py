@@ -31,12 +31,12 @@ if sys.platform == "darwin":
 ROOT = Path(__file__).parent
 # the oldest torch whose stable ABI has parallel_for and const_data_ptr; every later torch loads the binary
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
-# messages of STD_TORCH_CHECK carry __FILE__: keep the builder's directories out of them
-PREFIX_MAP = f"-ffile-prefix-map={ROOT.resolve()}/="
+# messages of STD_TORCH_CHECK carry __FILE__, here and in torch's headers: keep the builder's directories out of them
+PREFIX_MAPS = [f"-ffile-prefix-map={path}/=" for path in (ROOT.resolve(), Path(torch.__file__).parents[1])]
 
 # vectors wider than the baseline's registers never cross a function's border, whatever -Wpsabi fears
 CXX_FLAGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
-CXX_FLAGS += [TORCH_TARGET, PREFIX_MAP]
+CXX_FLAGS += [TORCH_TARGET, *PREFIX_MAPS]
 
 # what csrc/ needs that older compilers lack
 PROBE = """
@@ -104,8 +104,8 @@ class BuildExtension(cpp_extension.BuildExtension):
         gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
         gencode.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
         includes = [f"-I{path}" for path in cpp_extension.include_paths()]
-        flags = ["-std=c++20", "-O3", "-lineinfo", TORCH_TARGET, "-Xcompiler"]
-        flags.append(f"-fPIC,-fvisibility=hidden,{PREFIX_MAP}")
+        flags = ["-std=c++20", "-O3", TORCH_TARGET, "-Xcompiler"]
+        flags.append(",".join(["-fPIC", "-fvisibility=hidden", *PREFIX_MAPS]))
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
 
         def compile_one(source: str) -> str:
@@ -135,6 +135,8 @@ extension = cpp_extension.CppExtension(
     include_dirs=[str(ROOT / "csrc")],
     depends=sorted(str(path.relative_to(ROOT)) for suffix in ("h", "cu") for path in ROOT.glob(f"csrc/**/*.{suffix}")),
     extra_compile_args={"cxx": CXX_FLAGS},
+    # before torch, which exports some of its functions: another torch may lack them
+    libraries=["stdc++"] if sys.platform == "linux" else [],
     py_limited_api=True,
 )
 

@@ -59,7 +59,9 @@ def main() -> int:
     major, minor = torch.cuda.get_device_capability()
     python = sys.executable
     build = [python, "setup.py", "build_ext", "--inplace"]
-    steps = [run("build", build, 120, YOSO_CUDA="1", YOSO_CUDA_ARCHS=f"{major}{minor}")]
+    # compute-sanitizer names lines of the source then
+    settings = {"YOSO_CUDA": "1", "YOSO_CUDA_ARCHS": f"{major}{minor}", "NVCC_APPEND_FLAGS": "-lineinfo"}
+    steps = [run("build", build, 120, **settings)]
     if steps[-1][1] == "passed":
         # without them the tests would be skipped, which passes
         steps.append(run("load", [python, "-c", LOADED], 30))
