@@ -1,6 +1,8 @@
 """setup.py, run on a copy of the sources."""
 
+import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -11,9 +13,11 @@ from time import perf_counter
 
 import gpu_check
 import pytest
+import torch
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent.parent
+LOADER = f"ld-linux-{platform.machine()}".replace("_", "-")
 
 
 def copy_sources(to: Path) -> Path:
@@ -51,28 +55,97 @@ def test_without_a_compiler_the_install_succeeds_and_says_so_in_one_line(tmp_pat
     assert "the slower reference path runs" in run.stderr
 
 
-def test_a_source_distribution_has_all_that_a_wheel_is_built_from(tmp_path):
-    sources = tmp_path / "sources"
-    sources.mkdir()
-    root = copy_sources(sources)
-    environment = {**os.environ, "CXX": "no-such-compiler"}
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory) -> tuple[Path, Path, Path]:
+    """The sources, a source distribution of them, unpacked, and a wheel that is built from it with one kernel."""
+    folder = tmp_path_factory.mktemp("distributions")
+    (folder / "sources").mkdir()
+    root = copy_sources(folder / "sources")
 
     def run(*command: str, cwd: Path) -> None:
+        environment = {**os.environ, "YOSO_CUDA": "0"}
         outcome = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
         assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
     run("setup.py", "-q", "sdist", cwd=root)
     (archive,) = root.glob("dist/*.tar.gz")
-    shutil.unpack_archive(archive, tmp_path)
-    (unpacked,) = tmp_path.glob("yoso_hf-*")
+    shutil.unpack_archive(archive, folder)
+    (unpacked,) = folder.glob("yoso_hf-*")
+    copy = shutil.copytree(unpacked, folder / "copy")
+    # all kernels take minutes
+    for path in copy.glob("csrc/cpu/*.cpp"):
+        if path.name != "unit_rows.cpp":
+            path.unlink()
+    run("-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(folder), ".", cwd=copy)
+    (wheel,) = folder.glob("*.whl")
+    return root, unpacked, wheel
+
+
+def test_a_source_distribution_has_all_that_a_wheel_is_built_from(distributions):
+    root, unpacked, wheel = distributions
     for folder in ("csrc", "src/yoso_hf"):
         files = {x.relative_to(root) for x in (root / folder).rglob("*.*")}
         assert {x.relative_to(unpacked) for x in (unpacked / folder).rglob("*.*")} == files
-    run("-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), ".", cwd=unpacked)
-    (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as names:
         installed = {Path(x).name for x in names.namelist() if Path(x).parent.name == "yoso_hf"}
-    assert installed == {"py.typed", *(x.name for x in (ROOT / "src/yoso_hf").glob("*.py"))}
+    assert installed - {"_C.abi3.so"} == {"py.typed", *(x.name for x in (ROOT / "src/yoso_hf").glob("*.py"))}
+
+
+def test_a_wheel_is_for_every_python(distributions):
+    assert distributions[-1].name.split("-")[2:4] == ["cp310", "abi3"]
+
+
+@pytest.fixture(scope="module", params=["of a wheel", "installed"])
+def compiled(request, distributions, tmp_path_factory) -> Path:
+    """The object of a wheel, with one kernel, or the one that other tests run, with all that were built."""
+    if request.param == "installed":
+        spec = importlib.util.find_spec("yoso_hf._C")
+        path = spec and Path(spec.origin)
+    else:
+        folder = tmp_path_factory.mktemp("wheel")
+        shutil.unpack_archive(distributions[-1], folder, "zip")
+        path = next(folder.glob("yoso_hf/_C.*"), None)
+    if path is None or sys.platform != "linux" or shutil.which("objdump") is None:
+        pytest.skip("no compiler or no objdump, or not Linux")
+    return path
+
+
+def objdump(option: str, path: Path) -> list[list[str]]:
+    run = subprocess.run(["objdump", option, path], capture_output=True, text=True, check=True)
+    return [line.split() for line in run.stdout.splitlines()]
+
+
+def test_an_object_is_linked_to_torch_and_the_system_only(compiled):
+    entries = [line for line in objdump("-p", compiled) if len(line) == 2]
+    libraries = {value.split(".")[0] for key, value in entries if key == "NEEDED"}
+    assert "libtorch_cpu" in libraries
+    assert libraries <= {"libtorch_cpu", "libtorch", "libc10", "libstdc++", "libgcc_s", "libm", "libc", LOADER}
+    assert {"RPATH", "RUNPATH"}.isdisjoint(key for key, _ in entries)
+
+
+def test_an_object_takes_no_cpp_function_from_torch(compiled):
+    """Its stable ABI is of C, and which of the C++ library's functions it exports changes."""
+    undefined = [line for line in objdump("-T", compiled) if "*UND*" in line]
+    assert any(name.startswith("aoti_torch_") for *_, name in undefined)
+    unversioned = [name for *_, version, name in undefined if not re.search("GLIBCXX|CXXABI", version)]
+    assert not [name for name in unversioned if name.startswith("_Z")]
+
+
+@pytest.mark.skipif(platform.libc_ver() > ("glibc", "2.36"), reason="newer systems may give newer tags")
+def test_an_object_asks_for_no_newer_system_than_the_tag_of_the_docs(compiled):
+    tag = re.search(r"manylinux_(\d+)_(\d+)_x86_64", (ROOT / "README.md").read_text())
+    # with what that tag allows of GCC's libraries
+    newest = {"GLIBC": tuple(map(int, tag.groups())), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13)}
+    asked = set(re.findall(r"\b(GLIBC|GLIBCXX|CXXABI)_([\d.]+)", str(objdump("-T", compiled))))
+    assert {library for library, _ in asked} == set(newest)
+    assert not {x for x in asked if tuple(map(int, x[1].split("."))) > newest[x[0]]}
+
+
+def test_an_object_does_not_name_the_directories_that_it_was_built_in(compiled, distributions):
+    content = compiled.read_bytes()
+    assert b"torch/csrc/stable" in content
+    for directory in (distributions[0].parent, ROOT, Path(torch.__file__).parents[1]):
+        assert bytes(directory) + b"/" not in content
 
 
 def test_a_compiler_that_cannot_compile_the_kernels_leaves_the_reference_path(tmp_path):
