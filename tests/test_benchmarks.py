@@ -490,15 +490,19 @@ def test_a_directory_without_the_authors_sources_is_refused(monkeypatch, capsys,
     assert "a clone of mlpen/YOSO has encoders/" in capsys.readouterr().err
 
 
-def readme_table(corner: str, page: str = "README.md") -> dict[str, dict[int, str]]:
-    """A table of a page, by its rows' names and the lengths over its columns."""
+def page_rows(corner: str, page: str) -> list[list[str]]:
+    """The cells of the table whose first cell is given, without the line below its head."""
     lines = (BENCHMARKS.parent / page).read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith(f"| {corner} |"))
-    rows = []
-    for line in itertools.takewhile(lambda line: line.startswith("|"), lines[first:]):
-        rows.append([cell.strip(" *") for cell in line.strip("|").split("|")])
-    lengths = [int(cell) for cell in rows[0][1:]]
-    return {row[0]: dict(zip(lengths, row[1:], strict=True)) for row in rows[2:]}
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
+    head, _, *rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table]
+    return [head, *rows]
+
+
+def readme_table(corner: str, page: str = "README.md") -> dict[str, dict[int, str]]:
+    """The cells of the table whose first cell is given, by row and by length."""
+    head, *rows = page_rows(corner, page)
+    return {row[0]: dict(zip(map(int, head[1:]), row[1:], strict=True)) for row in rows}
 
 
 def measured(name: str, task: str, case: str, field: str) -> dict[int, float]:
@@ -541,3 +545,24 @@ def test_the_readmes_training_steps_are_those_of_the_results(name):
         seconds, memory = (float(x.replace(",", "")) for x in cell.split("/"))
         assert seconds == pytest.approx(ms[length] / 1e3, abs=0.005)
         assert memory == pytest.approx(mib[length], abs=0.5)
+
+
+def test_the_closeness_to_softmax_is_that_of_the_results():
+    rows = json.loads((BENCHMARKS / "results" / "embeddings-cpu.json").read_text())["rows"]
+    quality = {row["setting"]: row for row in rows if "spearman" in row}
+    ms = {(row["setting"], row["length"]): row["ms"] for row in rows if "ms" in row}
+    _, *table = page_rows("attention", "docs/results/README.md")
+    assert [cells[0] for cells in table] == list(quality) == list(bench_embeddings.SETTINGS)
+    for setting, spearman, cosine, *times in table:
+        found = quality[setting]
+        assert (spearman, cosine) == (f"{found['spearman']:.4f}", f"{found['cosine_to_softmax']:.4f}")
+        by_length = [(ms[setting, n], ms["softmax", n]) for n in (128, 512, 4096)]
+        assert times == [f"{own:.0f}, {own / softmax:.2f}" for own, softmax in by_length]
+    found = {
+        (row["setting"], row["document_length"]): f"{row['state_cosine']:.3f}, {row['embedding_cosine']:.3f}"
+        for row in rows
+        if "state_cosine" in row
+    }
+    table = readme_table("cosine of states, of embeddings, at tokens", "docs/results/README.md")
+    shown = {(setting, length): cell for setting, by_length in table.items() for length, cell in by_length.items()}
+    assert len(shown) > 40 and shown.items() <= found.items()
