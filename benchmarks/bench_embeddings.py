@@ -35,7 +35,8 @@ BATCH_SIZE = 64
 FIRST_LAYER_TOLERANCE, TOLERANCE = 1e-3, 1e-2
 # the mean cosine that is asked of exact attention
 CLOSE = 0.985
-EXACT, SAMPLED = {"yoso_use_expectation": True}, {"yoso_use_expectation": False, "yoso_hash_code_len": 9}
+EXACT = {"yoso_use_expectation": True, "yoso_similarity": "cosine"}
+SAMPLED = {"yoso_use_expectation": False, "yoso_hash_code_len": 9}
 DOT_PRODUCT = {"yoso_similarity": "dot_product"}
 # by name: what is set in the encoder's configuration
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -46,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exact, cosine, tau 16": {**EXACT, "yoso_hash_code_len": 16},
     "exact, cosine, tau fitted": {**EXACT, "yoso_hash_code_len": FITTED},
     "exact, dot product, tau 16": {**EXACT, **DOT_PRODUCT, "yoso_hash_code_len": 16},
+    "exact, dot product, tau 20": {**EXACT, **DOT_PRODUCT, "yoso_hash_code_len": 20},
     "exact, dot product, tau fitted": {**EXACT, **DOT_PRODUCT, "yoso_hash_code_len": FITTED},
     "exact up to 704 tokens, dot product, tau fitted": {**DOT_PRODUCT, "yoso_hash_code_len": FITTED},
     "sampled, cosine, tau 9, m 32": {**SAMPLED, "yoso_num_hash": 32},

@@ -373,7 +373,7 @@ def test_embeddings_are_compared_with_those_of_softmax(tmp_path, run_here):
     for setting in settings[:2]:
         attention = "sdpa" if setting == "softmax" else "yoso_expectation"
         model = transformers.AutoModel.from_pretrained(tmp_path / "model", attn_implementation=attention).eval()
-        model.config.yoso_hash_code_len = 9
+        model.config.update({"yoso_hash_code_len": 9, "yoso_similarity": "cosine"})
         with torch.no_grad():
             means = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in texts]
         embeddings[setting] = F.normalize(torch.stack(means), dim=-1)
@@ -414,7 +414,7 @@ def test_states_of_documents_are_compared_with_those_of_softmax(tmp_path, run_he
         transformers.AutoModel.from_pretrained(tmp_path / "model", attn_implementation=name).eval()
         for name in ("sdpa", "yoso_expectation")
     ]
-    models[1].config.yoso_hash_code_len = 9
+    models[1].config.update({"yoso_hash_code_len": 9, "yoso_similarity": "cosine"})
     for row, length in zip(rows, lengths, strict=True):
         states, embeddings = [], []
         # the two of three that are evenly spread

@@ -15,7 +15,7 @@ from transformers import (
 from transformers.trainer_callback import TrainerState
 
 from yoso_hf import YosoConfig, YosoForMaskedLM, YosoModel
-from yoso_hf.attention_interface import SETTINGS
+from yoso_hf.attention_interface import EXACT_SETTINGS, SETTINGS
 from yoso_hf.training import (
     check_attention,
     describe_run,
@@ -326,7 +326,17 @@ def test_settings_of_yoso_stay_with_a_model_of_another_type(tmp_path):
     assert {name: getattr(model.config, name) for name in SETTINGS} == {**SETTINGS, "yoso_num_hash": 7}
 
     exact = load_pretrained(AutoModelForMaskedLM, original, config, attn_implementation="yoso_expectation")
-    assert exact.config.yoso_use_expectation is True
+    # what it was trained with stays
+    assert {name: getattr(exact.config, name) for name in SETTINGS} == {
+        **SETTINGS,
+        "yoso_num_hash": 7,
+        "yoso_use_expectation": True,
+    }
+    for attention, key in (("yoso_expectation", "yoso_num_hash=7"), ("yoso", "yoso_use_expectation=true")):
+        new = override_config(BertConfig.from_pretrained(original), key)
+        exact = load_pretrained(AutoModelForMaskedLM, original, new, attn_implementation=attention)
+        expected = {**EXACT_SETTINGS, "yoso_num_hash": exact.config.yoso_num_hash}
+        assert {name: getattr(exact.config, name) for name in SETTINGS} == expected
 
     # chosen again without being named, and left when another attention is
     model.save_pretrained(tuned)

@@ -88,8 +88,8 @@ def yoso_attention(
         key: [B, H, M, D].
         value: [B, H, M, Dv], Dv >= 1.
         key_mask: bool [B, M], True for a real token; a masked key adds nothing. None: all are real.
-        hash_code_len: tau, bits of a code, 1..16: the higher, the sharper the attention. A list of H numbers gives
-            every head its own, 1..32 with expectation=True.
+        hash_code_len: tau, bits of a code, 1..16, or 1..32 with expectation=True: the higher, the sharper the
+            attention. A list of H numbers gives every head its own.
         num_hash: m, the number of hash functions, >= 1: the higher, the less noise, at a cost in proportion.
         expectation: True for the expectation itself: O(N M) time, O(N + M) memory, no randomness. "auto": the
             same where exact_is_cheaper says so, else sampled; padding counts there, so an output may depend on how
@@ -328,10 +328,10 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
 
 
 def _check_hash_code_len(hash_code_len, heads: int, expectation, functions: HashFunctions | None) -> None:
-    if not isinstance(hash_code_len, (list, tuple)):
-        check_integer("hash_code_len", hash_code_len, 1, MAX_HASH_CODE_LEN)
-        return
     highest = MAX_EXACT_HASH_CODE_LEN if expectation is True else MAX_HASH_CODE_LEN
+    if not isinstance(hash_code_len, (list, tuple)):
+        check_integer("hash_code_len", hash_code_len, 1, highest)
+        return
     if not all(isinstance(length, int) and 1 <= length <= highest for length in hash_code_len):
         raise ValueError(f"hash_code_len must be in 1..{highest}, got {hash_code_len}")
     if len(hash_code_len) != heads:

@@ -29,8 +29,7 @@ UNSUPPORTED_BY_SDPA = ("s_aux", "sinks", "softcap")
 # parameters of a layer that may attend to other tokens than its own
 OTHER_TOKENS = {"key_value_states", "encoder_hidden_states", "cross_attention_states", "key", "keys"}
 
-# the keys of a model's configuration that hold settings, and what they are where it does not have them: a sharper
-# kernel comes closer to softmax where it is exact, but in samples it is noise
+# the keys of a model's configuration that hold settings, and what they are where it does not have them
 SETTINGS = {
     "yoso_num_hash": 64,
     "yoso_hash_code_len": 10,
@@ -41,14 +40,34 @@ SETTINGS = {
     "yoso_use_expectation": "auto",
     "yoso_hash_seed": 0,
 }
+# the same where nothing is ever sampled: closer to softmax, but in samples a kernel this sharp is noise
+EXACT_SETTINGS = SETTINGS | {
+    "yoso_hash_code_len": 20,
+    "yoso_similarity": "dot_product",
+    "yoso_use_expectation": True,
+}
 
 
-def attention_settings(module: nn.Module) -> dict:
+def read_settings(config: PretrainedConfig, exact: bool = False) -> dict:
+    """The settings of a configuration, by the names of SETTINGS.
+
+    Args:
+        config: its keys replace EXACT_SETTINGS where its yoso_use_expectation is True, and SETTINGS elsewhere.
+        exact: take yoso_use_expectation for True.
+    """
+    exact = exact or getattr(config, "yoso_use_expectation", None) is True
+    defaults = EXACT_SETTINGS if exact else SETTINGS
+    settings = {name: getattr(config, name, default) for name, default in defaults.items()}
+    return settings | {"yoso_use_expectation": True} if exact else settings
+
+
+def attention_settings(module: nn.Module, exact: bool = False) -> dict:
     """What a layer's configuration asks for.
 
     Args:
-        module: an attention module with a `config`, whose keys replace SETTINGS. yoso_hash_code_len may be one
-            number, or a list of one list for every layer with a number for every head.
+        module: an attention module with a `config`, whose keys replace the defaults, as in read_settings.
+            yoso_hash_code_len may be one number, or a list of one list for every layer with a number for every head.
+        exact: take yoso_use_expectation for True.
 
     Returns:
         The settings by the names of SETTINGS without yoso_; the layer's own hash_code_len.
@@ -61,7 +80,7 @@ def attention_settings(module: nn.Module) -> dict:
     unknown = [name for name in vars(config) if name.startswith("yoso_") and name not in SETTINGS]
     if unknown:
         raise ValueError(f"the configuration has {', '.join(unknown)}, but YOSO's settings are {', '.join(SETTINGS)}")
-    settings = {name.removeprefix("yoso_"): getattr(config, name, default) for name, default in SETTINGS.items()}
+    settings = {name.removeprefix("yoso_"): value for name, value in read_settings(config, exact).items()}
     if not isinstance(settings["hash_code_len"], int):
         layer_idx = getattr(module, "layer_idx", None)
         if layer_idx is None:
@@ -182,8 +201,7 @@ def yoso_expectation_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs
 ) -> tuple[Tensor, None]:
     """The same with yoso_use_expectation=True: exact, and quadratic, at every length."""
-    settings = {**attention_settings(module), "use_expectation": True}
-    return _attention(module, query, key, value, attention_mask, settings, **kwargs)
+    return _attention(module, query, key, value, attention_mask, attention_settings(module, exact=True), **kwargs)
 
 
 def _attention(module, query, key, value, attention_mask, settings, **kwargs) -> tuple[Tensor, None]:

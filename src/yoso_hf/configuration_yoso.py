@@ -31,8 +31,9 @@ class YosoConfig(PreTrainedConfig):
         layer_norm_eps: epsilon of the layer normalisations.
         use_expectation: True for the exact kernel, quadratic in time; False for its estimate by hashing,
             linear; "auto" for whichever is estimated to be cheaper, by num_hash and the padded length.
-        hash_code_len: tau, the power of the kernel and the bits of a hash code, 1..16. A list of one list for every
-            layer, with a number for every head, gives each head its own, 1..32 with use_expectation=True.
+        hash_code_len: tau, the power of the kernel and the bits of a hash code, 1..16, or 1..32 with
+            use_expectation=True. A list of one list for every layer, with a number for every head, gives each head
+            its own.
         num_hash: m, hash functions of a head, >= 1; more of them give a better estimate and take more time.
         conv_window: tokens under the depthwise convolution of the values (YOSO-C), odd; None: no convolution.
         use_fast_hash: True for Hadamard transforms, False for Gaussian projections.
@@ -123,11 +124,9 @@ class YosoConfig(PreTrainedConfig):
             raise ValueError("add_cross_attention must be False, got True: YOSO is an encoder")
 
     def _validate_hash_code_len(self):
-        by_layer, highest = self.hash_code_len, 16
+        by_layer, highest = self.hash_code_len, 32 if self.use_expectation is True else 16
         if isinstance(by_layer, int):
             by_layer = [[by_layer]]
-        elif self.use_expectation is True:
-            highest = 32
         sizes = [len(by_head) for by_head in by_layer]
         if by_layer is self.hash_code_len and sizes != [self.num_attention_heads] * self.num_hidden_layers:
             raise ValueError(

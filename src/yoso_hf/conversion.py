@@ -32,10 +32,9 @@ from transformers import (
 )
 
 from .attention import exact_is_cheaper
-from .attention_interface import SETTINGS
+from .attention_interface import EXACT_SETTINGS, SETTINGS, read_settings
 from .configuration_yoso import YosoConfig
 from .fitting import fit_hash_code_len
-from .hashing import MAX_HASH_CODE_LEN
 from .mlm import IGNORED, Masking
 from .modeling_yoso import (
     POSITION_OFFSET,
@@ -49,24 +48,20 @@ from .modeling_yoso import (
 )
 from .training import write_text
 
+
+def _of_yoso_config(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of attn_implementation="yoso", by the names and in the values of YosoConfig."""
+    attention = {name.removeprefix("yoso_"): value for name, value in settings.items()}
+    return attention | {"lsh_backward": attention.pop("backward") == "sampled"}
+
+
 REPORT_FILE = "conversion.json"
 POSITION_METHODS = ("tile", "interpolate")
 # what a softmax model's attention becomes unless the caller says otherwise: what attn_implementation="yoso" makes of
 # it, with a window that keeps near words from the noise of long texts; those that the original could take are exact
-SOFTMAX_ATTENTION = {
-    "normalization": SETTINGS["yoso_normalization"],
-    "similarity": SETTINGS["yoso_similarity"],
-    "hash_code_len": SETTINGS["yoso_hash_code_len"],
-    "num_hash": SETTINGS["yoso_num_hash"],
-    "local_window": 128,
-    "use_expectation": SETTINGS["yoso_use_expectation"],
-}
-# the same where nothing is ever sampled: closer to softmax, by a sharpness that hash codes have no room for
-EXACT_SOFTMAX_ATTENTION = SOFTMAX_ATTENTION | {
-    "similarity": "dot_product",
-    "hash_code_len": 24,
-    "use_expectation": True,
-}
+SOFTMAX_ATTENTION = _of_yoso_config(SETTINGS) | {"local_window": 128}
+# the same where nothing is ever sampled
+EXACT_SOFTMAX_ATTENTION = _of_yoso_config(EXACT_SETTINGS) | {"local_window": 128}
 MASKED_SHARE = 0.15
 
 # by model type, what the names of its classes begin with
@@ -355,10 +350,6 @@ def convert_checkpoint(
         tokenizer.model_max_length = length
     if fit_texts:
         _fit(read, settings, length, (_tokenize(tokenizer, text, min(length, len(original))) for text in fit_texts))
-    tau = settings["hash_code_len"]
-    if settings["use_expectation"] is True and isinstance(tau, int) and tau > MAX_HASH_CODE_LEN:
-        # a configuration holds numbers beyond those of hash codes by head alone
-        settings["hash_code_len"] = [[tau] * settings["num_attention_heads"]] * settings["num_hidden_layers"]
     config = YosoConfig(**settings, max_position_embeddings=length)
 
     model = read.target_class(config)
@@ -552,9 +543,7 @@ def _read_pretrained(source: str) -> _Source:
     else:
         settings = {name: getattr(config, name, None) for name in _COPIED_SETTINGS}
         if has_yoso_attention:
-            attention = {name: getattr(config, name, default) for name, default in SETTINGS.items()}
-            settings["lsh_backward"] = attention.pop("yoso_backward") == "sampled"
-            settings |= {name.removeprefix("yoso_"): value for name, value in attention.items()}
+            settings |= _of_yoso_config(read_settings(config))
         if classifier_activation is not None:
             settings["classifier_activation"] = classifier_activation
         # RoBERTa's kind counts from behind the row of padding

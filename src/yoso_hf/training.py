@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.trainer_callback import TrainerState
 
-from .attention_interface import IMPLEMENTATIONS, SETTINGS
+from .attention_interface import IMPLEMENTATIONS, SETTINGS, read_settings
 
 RUN_FILE = "run.json"
 RESULTS_FILE = "all_results.json"
@@ -414,9 +414,7 @@ def set_attention(config: PreTrainedConfig, attn_implementation: str | None) -> 
     if attn_implementation is None and any(hasattr(config, name) for name in SETTINGS):
         attn_implementation = "yoso"
     if attn_implementation in IMPLEMENTATIONS:
-        config.update({name: getattr(config, name, default) for name, default in SETTINGS.items()})
-        if attn_implementation == "yoso_expectation":
-            config.yoso_use_expectation = True
+        config.update(read_settings(config, exact=attn_implementation == "yoso_expectation"))
     else:
         for name in [name for name in SETTINGS if hasattr(config, name)]:
             delattr(config, name)
