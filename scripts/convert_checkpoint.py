@@ -44,7 +44,7 @@ class ConversionArguments:
         metadata={"help": "repeat the positions, or stretch them", "choices": list(POSITION_METHODS)},
     )
     hash_code_len: int | None = field(
-        default=None, metadata={"help": "tau; default: 10, or 20 with use_expectation true; a YOSO model's own"}
+        default=None, metadata={"help": "tau; default: 10, or 24 with use_expectation true; a YOSO model's own"}
     )
     num_hash: int | None = field(default=None, metadata={"help": "m; default: 64, a YOSO model's own"})
     local_window: int | None = field(

@@ -348,7 +348,7 @@ def test_settings_are_carried_over(tokenizers, tmp_path):
     )
     convert_checkpoint(tmp_path / "original", tmp_path / "exact", use_expectation=True)
     config = YosoConfig.from_pretrained(tmp_path / "exact")
-    assert (config.normalization, config.similarity, config.hash_code_len) == ("sum", "dot_product", 20)
+    assert (config.normalization, config.similarity, config.hash_code_len) == ("sum", "dot_product", 24)
 
 
 REFUSED = {

@@ -49,6 +49,8 @@ def test_blocks_of_the_readme_run(tmp_path, monkeypatch):
     YosoForMaskedLM(YosoConfig(**sizes, max_position_embeddings=64)).save_pretrained("runs/quickstart/model")
     theirs = transformers.YosoConfig(**sizes, max_position_embeddings=64)
     transformers.YosoForMaskedLM(theirs).save_pretrained("uw-madison/yoso-4096")
+    modern = transformers.ModernBertConfig(**sizes, pad_token_id=0)
+    transformers.ModernBertModel(modern).save_pretrained("answerdotai/ModernBERT-base")
     transformers.RobertaModel(transformers.RobertaConfig(**sizes)).save_pretrained("FacebookAI/roberta-base")
     names = {"__name__": "readme"}
     models = []
@@ -57,7 +59,7 @@ def test_blocks_of_the_readme_run(tmp_path, monkeypatch):
         models.append(names["model"])
     assert isinstance(models[1], YosoForMaskedLM)
     assert (models[1].config.use_expectation, models[1].config.num_hash) == (False, 64)
-    assert models[2].config._attn_implementation == "yoso"
+    assert models[2].config._attn_implementation == "yoso_expectation"
     torch.testing.assert_close(names["out"].norm(dim=-1), torch.ones(1, 12, 4096))
 
 

@@ -60,8 +60,8 @@ POSITION_METHODS = ("tile", "interpolate")
 # what a softmax model's attention becomes unless the caller says otherwise: what attn_implementation="yoso" makes of
 # it, with a window that keeps near words from the noise of long texts; those that the original could take are exact
 SOFTMAX_ATTENTION = _of_yoso_config(SETTINGS) | {"local_window": 128}
-# the same where nothing is ever sampled
-EXACT_SOFTMAX_ATTENTION = _of_yoso_config(EXACT_SETTINGS) | {"local_window": 128}
+# the same where nothing is ever sampled: the longer the texts, the sharper the kernel that is close to softmax
+EXACT_SOFTMAX_ATTENTION = _of_yoso_config(EXACT_SETTINGS) | {"local_window": 128, "hash_code_len": 24}
 MASKED_SHARE = 0.15
 
 # by model type, what the names of its classes begin with
