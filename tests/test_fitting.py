@@ -106,6 +106,15 @@ def test_layers_with_a_window_keep_their_softmax():
     assert fit_hash_code_len(model, batches()).hash_code_len == fit.hash_code_len
 
 
+def test_a_model_that_is_always_exact_is_fitted_as_such():
+    """By its attention's name as by the key: to dot products, with numbers that hash codes have no room for."""
+    model = build("bert", "yoso_expectation")
+    fit = fit_hash_code_len(model, batches())
+    assert model.config._attn_implementation == "yoso_expectation"
+    assert fit == fit_hash_code_len(build("bert", "sdpa", yoso_use_expectation=True), batches())
+    assert fit.error != fit_hash_code_len(build("bert", "sdpa"), batches()).error
+
+
 def test_what_cannot_be_fitted_is_refused():
     with pytest.raises(ValueError, match="batches must hold inputs"):
         fit_hash_code_len(build("bert", "sdpa"), [])

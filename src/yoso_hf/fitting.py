@@ -41,6 +41,8 @@ class HashCodeLenFit:
 class _Errors:
     """An attention function that returns softmax attention, and sums YOSO's errors by layer, candidate and head."""
 
+    # whether the model has attn_implementation="yoso_expectation"
+    exact: bool
     errors: dict[int, Tensor] = field(default_factory=dict)
     squares: dict[int, Tensor] = field(default_factory=dict)
     delegated: dict[int, list[int]] = field(default_factory=dict)
@@ -50,7 +52,7 @@ class _Errors:
         layer = getattr(module, "layer_idx", None)
         if layer is None:
             raise ValueError(f"model must number its layers, but {type(module).__name__} has no layer_idx")
-        settings = attention_settings(module)
+        settings = attention_settings(module, self.exact)
         if is_delegated(module, query, key, **kwargs):
             length = settings["hash_code_len"]
             self.delegated[layer] = [length] * query.shape[1] if isinstance(length, int) else length
@@ -83,9 +85,9 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
     """Chooses for each head the hash_code_len whose attention comes closest to softmax's, on sample inputs.
 
     Every layer gets softmax's inputs. The attention that is compared is the one that the model would have with
-    attn_implementation="yoso": the keys yoso_<name> of its configuration, yoso_hash_code_len excepted, decide its
-    samples, so that where sampling is noisy, shorter codes are chosen, which collide more often. Take inputs of the
-    lengths that the model is meant for.
+    attn_implementation="yoso", or has with "yoso_expectation": the keys yoso_<name> of its configuration,
+    yoso_hash_code_len excepted, decide its samples, so that where sampling is noisy, shorter codes are chosen, which
+    collide more often. Take inputs of the lengths that the model is meant for.
 
     Args:
         model: an encoder that takes attn_implementation="yoso", trained with softmax attention. Its attention
@@ -100,8 +102,8 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
     """
     if not takes_attention(type(model)):
         raise ValueError(f"model must take another attn_implementation, got a {type(model).__name__}, which does not")
-    sums = _Errors()
     before, training = model.config._attn_implementation, [module for module in model.modules() if module.training]
+    sums = _Errors(exact=before == "yoso_expectation")
     ALL_ATTENTION_FUNCTIONS[NAME] = sums
     try:
         model.set_attn_implementation(NAME)

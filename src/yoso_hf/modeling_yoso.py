@@ -338,7 +338,7 @@ class YosoPreTrainedModel(PreTrainedModel):
         return self.base_model.embeddings.position_embeddings
 
     @torch.no_grad()
-    def resize_position_embeddings(self, new_num_position_embeddings: int):
+    def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """Makes the model take longer or shorter sequences: a new table of positions, and the configuration says so.
 
         A longer table repeats the old one, as a conversion does by default; a shorter one has its first rows. An
