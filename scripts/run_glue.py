@@ -9,7 +9,8 @@
         --train_file train.jsonl --validation_file validation.jsonl --test_file test.jsonl \\
         --model_name_or_path uw-madison/yoso-4096 --output_dir runs/mrpc
 
-    # other data: a column `label` (floats: a regression) and one or two columns of text
+    # other data: a column `label` (floats: a regression) and one or two columns of text; where there are others as
+    # well (names, paths, dates), --sentence1_column text
     python scripts/run_glue.py configs/glue.yaml --train_file train.csv --validation_file dev.csv \\
         --model_name_or_path uw-madison/yoso-4096 --output_dir runs/mine
 
@@ -99,7 +100,7 @@ class GlueArguments:
     test_mismatched_file: str | None = field(default=None, metadata={"help": "of mnli"})
     sentence1_column: str | None = field(
         default=None,
-        metadata={"help": "without task_name; default: the first columns of text beside the label"},
+        metadata={"help": "without task_name; default: the columns of text beside the label, one or two"},
     )
     sentence2_column: str | None = field(default=None, metadata={"help": "the second text of pairs"})
     label_column: str = field(default="label", metadata={"help": "without task_name: the column of the labels"})

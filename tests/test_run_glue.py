@@ -359,6 +359,24 @@ def test_own_data_in_every_format(run_glue, checkpoints, tmp_path, ending):
     assert results(tmp_path / "run")["eval_accuracy"] == pytest.approx(accuracy)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_pairs_that_nobody_asked_for_are_warned_of(run_glue, checkpoints, tmp_path, caplog, named):
+    """Of a path beside the text a model may read the label."""
+    rows = [row | {"file": f"{'np'[row['label']]}/{row['idx']}.txt"} for row in task_rows("sst2", 8)]
+    run_glue.main(
+        arguments(
+            model_name_or_path=checkpoints / "bert",
+            train_file=write_rows(tmp_path / "train.jsonl", rows),
+            do_train=True,
+            max_steps=1,
+            output_dir=tmp_path / "run",
+            **({"sentence1_column": "sentence"} if named else {}),
+        )
+    )
+    warning = "train.jsonl: each text is the pair of the columns 'sentence' and 'file'"
+    assert (warning in caplog.text) != named
+
+
 def test_own_pairs_with_named_columns_and_float_labels(run_glue, checkpoints, tmp_path):
     rows = [{"a": "good film", "b": "bad plot", "c": "the", "y": value} for value in (-2.5, 0.0, 7.5)]
     path = write_rows(tmp_path / "train.jsonl", rows)
@@ -780,6 +798,10 @@ BAD_INPUT = {
     "no text": (
         {"task_name": None, "train_file": [{"x": 1, "label": 1}]},
         "no column of text beside the label; it has x, label",
+    ),
+    "too many texts": (
+        {"task_name": None, "train_file": [SST2 | {"file": "pos/1.txt", "date": "may"}, SST2 | {"label": 0}]},
+        "train.jsonl has 3 columns of text beside 'label', sentence, file, date: give --sentence1_column",
     ),
     "text of numbers": ({"train_file": [{"sentence": 5, "label": 1}]}, "column 'sentence' must hold text"),
     "text missing in a row": (

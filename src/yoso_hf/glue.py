@@ -9,8 +9,11 @@ from pathlib import Path
 import datasets
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from .training import write_text
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def infer_task(
 
     Args:
         table: the training data, or without any the data to evaluate or predict.
-        text_columns: one or two columns of text; empty: the first one or two that are not the label.
+        text_columns: one or two columns of text; empty: those that are not the label, of two with a warning.
         label_column: floats in it make a regression, anything else classes, sorted.
         config: where to take the labels from when table is not the training data.
 
@@ -157,13 +160,25 @@ def infer_task(
         The task, scored as sst2 or stsb are.
 
     Raises:
-        ValueError: a column is missing, or there are fewer than two classes.
+        ValueError: a column is missing, the columns of text are to be inferred but more than two, or there are fewer
+            than two classes.
     """
     features = table.rows.features
     texts = [name for name, feature in features.items() if name != label_column and _is_text(feature)]
-    columns = tuple(text_columns or texts[:2])
+    columns = tuple(text_columns or texts)
     if not columns:
         raise ValueError(f"{table.source} has no column of text beside the label; it has {', '.join(features)}")
+    if len(columns) > 2:
+        raise ValueError(
+            f"{table.source} has {len(columns)} columns of text beside {label_column!r}, {', '.join(columns)}: "
+            "give --sentence1_column, and for pairs --sentence2_column"
+        )
+    if len(columns) == 2 and not text_columns:
+        # a name or a path may be text as well, and may tell the label
+        logger.warning(
+            f"{table.source}: each text is the pair of the columns {columns[0]!r} and {columns[1]!r}, as both hold "
+            "text; --sentence1_column takes one alone"
+        )
     if config is not None:
         is_regression = config.num_labels == 1
         labels = tuple(config.id2label[index] for index in range(config.num_labels))
