@@ -181,6 +181,25 @@ def test_pipeline_refuses_what_is_too_long_and_truncates_on_demand():
     assert truncated["score"] == pytest.approx(expected["score"], abs=1e-6)
 
 
+def test_fill_mask_pipeline_refuses_what_is_too_long_and_truncates_on_demand():
+    pipe = transformers.pipeline("fill-mask", model=make_model(YosoForMaskedLM), tokenizer=make_tokenizer())
+    words = ("<mask> " + "w1 w2 " * MAX_LENGTH).split()
+    with pytest.raises(ValueError, match=f"at most max_position_embeddings={MAX_LENGTH} tokens, got {len(words) + 2}"):
+        pipe(" ".join(words))
+    truncated = pipe(" ".join(words), tokenizer_kwargs={"truncation": True})
+    expected = pipe(" ".join(words[: MAX_LENGTH - 2]))
+    assert [answer["score"] for answer in truncated] == pytest.approx([answer["score"] for answer in expected])
+
+
+def test_token_classification_pipeline_cuts_what_is_too_long_unless_it_has_a_stride():
+    model, tokenizer = make_model(YosoForTokenClassification), make_tokenizer()
+    text = "w1 w2 " * MAX_LENGTH
+    pipe = transformers.pipeline("token-classification", model=model, tokenizer=tokenizer)
+    assert len(pipe(text)) == MAX_LENGTH - 2
+    pieces = pipe(text, stride=128, aggregation_strategy="simple")
+    assert pieces[-1]["end"] == len(text.rstrip())
+
+
 def test_question_answering_pipeline_is_gone_from_transformers():
     model = make_model(YosoForQuestionAnswering)
     with pytest.raises(KeyError, match="question-answering"):
