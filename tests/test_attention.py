@@ -392,11 +392,11 @@ def test_expectation_at_16384_stays_under_a_gigabyte(path):
     ("change", "message"),
     [
         ({"hash_code_len": 0}, "hash_code_len must be in 1..16, got 0"),
-        ({"hash_code_len": 17}, "hash_code_len must be in 1..16, got 17"),
+        ({"hash_code_len": 17}, r"hash_code_len must be in 1..16, got 17 \(1..32 with expectation=True"),
         ({"hash_code_len": 17, "expectation": "auto"}, "hash_code_len must be in 1..16, got 17"),
-        ({"hash_code_len": 33, "expectation": True}, "hash_code_len must be in 1..32, got 33"),
+        ({"hash_code_len": 33, "expectation": True}, "hash_code_len must be in 1..32, got 33$"),
         ({"hash_code_len": [4, 33, 4], "expectation": True}, r"hash_code_len must be in 1..32, got \[4, 33, 4\]"),
-        ({"hash_code_len": [4, 17, 4]}, r"hash_code_len must be in 1..16, got \[4, 17, 4\]"),
+        ({"hash_code_len": [4, 17, 4]}, r"must be in 1..16, got \[4, 17, 4\] \(1..32 with expectation=True"),
         ({"hash_code_len": [4, 5]}, "hash_code_len must be one number or 3, one for each head, got 2"),
         (
             {"hash_code_len": [4, 5, 6], "hash_functions": HashFunctions.sample(3, 16, 4, 5)},

@@ -81,6 +81,7 @@ def test_round_trip(use_expectation, tmp_path):
     [
         ({"hash_code_len": 0}, "hash_code_len", "1..32"),
         ({"hash_code_len": 17, "use_expectation": "auto"}, "hash_code_len", "1..16"),
+        ({"hash_code_len": 17, "use_expectation": False}, "hash_code_len", "1..32 with use_expectation=True"),
         ({"hash_code_len": 33}, "hash_code_len", "1..32"),
         ({"hash_code_len": [[17] * 12] * 12, "use_expectation": False}, "hash_code_len", "1..16"),
         ({"hash_code_len": [[33] * 12] * 12}, "hash_code_len", "1..32"),

@@ -9,13 +9,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .graphs import expectation_attention_graph, sampled_attention_graph
-from .hashing import MAX_HASH_CODE_LEN, HashFunctions, check_integer
+from .hashing import EXACT_RANGE, MAX_EXACT_HASH_CODE_LEN, MAX_HASH_CODE_LEN, HashFunctions, check_integer
 from .ops import compiled_backends, expectation_attention, local_attention, sampled_attention
 
 HAS_CUDA_KERNELS = "cuda" in compiled_backends()
 
-# where nothing is hashed, hash_code_len is only the power of the kernel
-MAX_EXACT_HASH_CODE_LEN = 32
 NORMALIZATIONS = ("l2", "sum", None)
 SIMILARITIES = ("cosine", "dot_product")
 BACKWARDS = ("sampled", "expectation", "exact")
@@ -328,12 +326,12 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
 
 
 def _check_hash_code_len(hash_code_len, heads: int, expectation, functions: HashFunctions | None) -> None:
-    highest = MAX_EXACT_HASH_CODE_LEN if expectation is True else MAX_HASH_CODE_LEN
+    highest, note = (MAX_EXACT_HASH_CODE_LEN, "") if expectation is True else (MAX_HASH_CODE_LEN, EXACT_RANGE)
     if not isinstance(hash_code_len, (list, tuple)):
-        check_integer("hash_code_len", hash_code_len, 1, highest)
+        check_integer("hash_code_len", hash_code_len, 1, highest, note)
         return
     if not all(isinstance(length, int) and 1 <= length <= highest for length in hash_code_len):
-        raise ValueError(f"hash_code_len must be in 1..{highest}, got {hash_code_len}")
+        raise ValueError(f"hash_code_len must be in 1..{highest}, got {hash_code_len}{note}")
     if len(hash_code_len) != heads:
         raise ValueError(f"hash_code_len must be one number or {heads}, one for each head, got {len(hash_code_len)}")
     if functions is not None and max(hash_code_len) > functions.hash_code_len:

@@ -134,7 +134,8 @@ class YosoConfig(PreTrainedConfig):
                 f"for layers and heads, got {self.hash_code_len}"
             )
         if not all(1 <= length <= highest for by_head in by_layer for length in by_head):
-            raise ValueError(f"hash_code_len must be in 1..{highest}, got {self.hash_code_len}")
+            note = "" if self.use_expectation is True else " (1..32 with use_expectation=True, which samples nothing)"
+            raise ValueError(f"hash_code_len must be in 1..{highest}, got {self.hash_code_len}{note}")
 
 
 __all__ = ["YosoConfig"]

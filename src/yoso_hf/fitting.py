@@ -9,7 +9,6 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention import MAX_EXACT_HASH_CODE_LEN
 from .attention_interface import (
     attention_settings,
     is_delegated,
@@ -18,7 +17,7 @@ from .attention_interface import (
     takes_attention,
     yoso_from_settings,
 )
-from .hashing import MAX_HASH_CODE_LEN
+from .hashing import MAX_EXACT_HASH_CODE_LEN, MAX_HASH_CODE_LEN
 
 NAME = "yoso_fitting"
 

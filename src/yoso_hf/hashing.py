@@ -7,17 +7,22 @@ from .graphs import hash_gaussian_graph, hash_hadamard_graph
 from .ops import hash_gaussian, hash_hadamard
 
 MAX_HASH_CODE_LEN = 16
+# where nothing is hashed, hash_code_len is only the power of the kernel
+MAX_EXACT_HASH_CODE_LEN = 32
+# of an error about codes: what takes longer ones
+EXACT_RANGE = f" (1..{MAX_EXACT_HASH_CODE_LEN} with expectation=True, which samples nothing)"
 KINDS = ("hadamard", "gaussian")
 MAX_SEED = 2**32 - 1
 
 
-def check_integer(name: str, x: object, lowest: int, highest: int | None = None) -> None:
+def check_integer(name: str, x: object, lowest: int, highest: int | None = None, note: str = "") -> None:
     """Refuses what is no integer in a range.
 
     Args:
         name: of the argument, for the message.
         x: what was given for it.
         lowest, highest: the range; None: without a highest.
+        note: what follows in the message where x is out of range.
 
     Raises:
         ValueError: x is no integer, or out of range.
@@ -26,7 +31,7 @@ def check_integer(name: str, x: object, lowest: int, highest: int | None = None)
         raise ValueError(f"{name} must be an integer, got {x!r}")
     if x < lowest or (highest is not None and x > highest):
         allowed = f"at least {lowest}" if highest is None else f"in {lowest}..{highest}"
-        raise ValueError(f"{name} must be {allowed}, got {x}")
+        raise ValueError(f"{name} must be {allowed}, got {x}{note}")
 
 
 class HashFunctions:
@@ -78,7 +83,7 @@ class HashFunctions:
         sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_hash": num_hash}
         for name, size in sizes.items():
             check_integer(name, size, 1)
-        check_integer("hash_code_len", hash_code_len, 1, MAX_HASH_CODE_LEN)
+        check_integer("hash_code_len", hash_code_len, 1, MAX_HASH_CODE_LEN, EXACT_RANGE)
         if kind == "gaussian":
             return (num_heads, hash_code_len * num_hash, head_dim)
         if kind == "hadamard":
