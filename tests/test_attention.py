@@ -436,6 +436,7 @@ def test_expectation_at_16384_stays_under_a_gigabyte(path):
         ({"normalization": "softmax"}, "normalization must be one of .*, got 'softmax'"),
         ({"backward": "linear"}, "backward must be one of .*, got 'linear'"),
         ({"expectation": "always"}, r"expectation must be one of \(True, False, 'auto'\), got 'always'"),
+        ({"expectation": 1}, r"expectation must be one of \(True, False, 'auto'\), got 1"),
         ({"backward": "exact"}, "needs expectation=True, got False"),
         ({"backward": "exact", "expectation": "auto"}, "needs expectation=True, got 'auto'"),
         (

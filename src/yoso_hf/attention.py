@@ -309,7 +309,8 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
         raise ValueError(f"normalization must be one of {NORMALIZATIONS}, got {normalization!r}")
     if backward not in BACKWARDS:
         raise ValueError(f"backward must be one of {BACKWARDS}, got {backward!r}")
-    if expectation not in EXPECTATIONS:
+    # 1 == True, but the range of hash_code_len and the settings' defaults go by True itself
+    if not isinstance(expectation, bool) and expectation != "auto":
         raise ValueError(f"expectation must be one of {EXPECTATIONS}, got {expectation!r}")
     if similarity not in SIMILARITIES:
         raise ValueError(f"similarity must be one of {SIMILARITIES}, got {similarity!r}")
