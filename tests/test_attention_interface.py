@@ -12,6 +12,7 @@ from transformers.masking_utils import sdpa_mask
 
 from yoso_hf import HashFunctions, YosoConfig, YosoModel, yoso_attention
 from yoso_hf.attention_interface import SETTINGS, _kept_hash_parameters, takes_attention, yoso_attention_forward
+from yoso_hf.fitting import fit_hash_code_len
 
 VOCAB_SIZE = 99
 SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -222,6 +223,23 @@ def test_a_decoder_beside_an_encoder_keeps_its_softmax():
     torch.testing.assert_close(decoded[0], decoded[1], rtol=1e-5, atol=1e-6)
     encoded = [model.encoder(ids, attention_mask=mask).last_hidden_state for model in models.values()]
     assert (encoded[0] - encoded[1])[mask.bool()].abs().max() > 1e-4
+
+
+def test_numbers_by_layer_are_of_the_encoder_where_its_decoder_has_more_layers():
+    config = transformers.BartConfig(
+        vocab_size=VOCAB_SIZE, d_model=32, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config, attn_implementation="yoso").eval()
+    outputs = []
+    for lengths in (4, [[4] * 4] * 2, [[4] * 4, [5] * 4]):
+        model.config.yoso_hash_code_len = lengths
+        outputs.append(model(tokens(), decoder_input_ids=tokens(3, 7), use_cache=False))
+    assert torch.equal(outputs[0].last_hidden_state, outputs[1].last_hidden_state)
+    assert not torch.equal(outputs[0].encoder_last_hidden_state, outputs[2].encoder_last_hidden_state)
+    fit = fit_hash_code_len(model, [{"input_ids": tokens(), "decoder_input_ids": tokens(3, 7)}])
+    assert [len(lengths) for lengths in fit.hash_code_len] == [4, 4]
 
 
 def test_attention_to_other_tokens_keeps_its_softmax_where_there_are_as_many_of_them():

@@ -194,17 +194,17 @@ def yoso_attention_forward(
         ValueError: a causal layer of a model without an encoder, a mask of pairs, a bias of positions, a setting out
             of range.
     """
-    return _attention(module, query, key, value, attention_mask, attention_settings(module), **kwargs)
+    return _attention(module, query, key, value, attention_mask, False, **kwargs)
 
 
 def yoso_expectation_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs
 ) -> tuple[Tensor, None]:
     """The same with yoso_use_expectation=True: exact, and quadratic, at every length."""
-    return _attention(module, query, key, value, attention_mask, attention_settings(module, exact=True), **kwargs)
+    return _attention(module, query, key, value, attention_mask, True, **kwargs)
 
 
-def _attention(module, query, key, value, attention_mask, settings, **kwargs) -> tuple[Tensor, None]:
+def _attention(module, query, key, value, attention_mask, exact, **kwargs) -> tuple[Tensor, None]:
     if is_delegated(module, query, key, **kwargs):
         logger.warning_once(
             f"Softmax remains where {type(module).__name__} is causal, has a sliding window, or may attend to other "
@@ -212,6 +212,8 @@ def _attention(module, query, key, value, attention_mask, settings, **kwargs) ->
         )
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     _refuse(UNSUPPORTED, module, kwargs)
+    # not of a layer that keeps its softmax: a decoder may have more of them than the settings are for
+    settings = attention_settings(module, exact)
     return yoso_from_settings(module, query, key, value, key_mask_of(attention_mask), settings), None
 
 

@@ -51,11 +51,13 @@ class _Errors:
         layer = getattr(module, "layer_idx", None)
         if layer is None:
             raise ValueError(f"model must number its layers, but {type(module).__name__} has no layer_idx")
-        settings = attention_settings(module, self.exact)
         if is_delegated(module, query, key, **kwargs):
-            length = settings["hash_code_len"]
-            self.delegated[layer] = [length] * query.shape[1] if isinstance(length, int) else length
+            # a decoder may have more layers than its encoder, whose numbers these are
+            if layer < getattr(module.config, "num_hidden_layers", layer + 1):
+                length = attention_settings(module, self.exact)["hash_code_len"]
+                self.delegated[layer] = [length] * query.shape[1] if isinstance(length, int) else length
             return out, None
+        settings = attention_settings(module, self.exact)
         key_mask = key_mask_of(attention_mask)
         real = 1 if key_mask is None else key_mask[:, :, None, None]
         self._add(self.squares, layer, (out * real).square().sum((0, 1, 3)))
