@@ -422,6 +422,9 @@ def test_wrong_settings_are_named():
             build("bert", "yoso", yoso_hash_code_len=lengths)(tokens())
     with pytest.raises(ValueError, match="hash_code_len must be one number or 4, one for each head, got 3"):
         build("bert", "yoso", yoso_hash_code_len=[[4] * 3] * 2)(tokens())
+    for length in (4.5, None):
+        with pytest.raises(ValueError, match=f"hash_code_len must be an integer, got {length}"):
+            build("bert", "yoso", yoso_hash_code_len=length)(tokens())
 
 
 @pytest.mark.parametrize("layer_idx", [0, 1])

@@ -81,7 +81,7 @@ def attention_settings(module: nn.Module, exact: bool = False) -> dict:
     if unknown:
         raise ValueError(f"the configuration has {', '.join(unknown)}, but YOSO's settings are {', '.join(SETTINGS)}")
     settings = {name.removeprefix("yoso_"): value for name, value in read_settings(config, exact).items()}
-    if not isinstance(settings["hash_code_len"], int):
+    if isinstance(settings["hash_code_len"], (list, tuple)):
         layer_idx = getattr(module, "layer_idx", None)
         if layer_idx is None:
             raise ValueError(
@@ -246,7 +246,7 @@ def _hash_functions(module: nn.Module, query: Tensor, settings: dict) -> HashFun
     if module.training or seed is None or settings["use_expectation"] is True:
         return None
     lengths = settings["hash_code_len"]
-    longest = lengths if isinstance(lengths, int) else max(lengths)
+    longest = max(lengths) if isinstance(lengths, (list, tuple)) else lengths
     head_dim = query.shape[3] + (2 if settings["similarity"] == "dot_product" else 0)
     sizes = (head_dim, settings["num_hash"], longest)
     # layers that are not numbered share their hash functions
