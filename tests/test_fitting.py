@@ -84,6 +84,38 @@ def test_the_model_is_left_as_it_was():
             fit_hash_code_len(model, interrupted())
 
 
+def test_each_part_of_a_model_is_left_as_it_was():
+    """The decoder of an EncoderDecoderModel is causal, and refused after its encoder was fitted."""
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    halves = transformers.BertConfig(**sizes), transformers.BertConfig(**sizes, is_decoder=True)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*halves)
+    model = transformers.EncoderDecoderModel(config).eval()
+    model.set_attn_implementation({"encoder": "yoso_expectation"})
+    ids = tokens()
+    expected = model.encoder(ids).last_hidden_state
+    with pytest.raises(ValueError, match="BertSelfAttention is causal"):
+        fit_hash_code_len(model, [{"input_ids": ids, "decoder_input_ids": ids}])
+    names = [part.config._attn_implementation for part in (model, model.encoder, model.decoder)]
+    assert names == ["sdpa", "yoso_expectation", "sdpa"]
+    torch.testing.assert_close(model.encoder(ids).last_hidden_state, expected)
+
+
+def test_a_part_that_is_always_exact_is_fitted_as_such():
+    text = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    text |= {"layer_types": ["full_attention"] * 2}
+    config = transformers.T5Gemma2Config(encoder={"text_config": text}, decoder=text)
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    batch = {"input_ids": tokens(), "decoder_input_ids": tokens(3, 7)}
+    fits = []
+    for attention in ("yoso", "yoso_expectation"):
+        model.encoder.set_attn_implementation(attention)
+        fits.append(fit_hash_code_len(model, [batch]))
+    model.set_attn_implementation("yoso_expectation")
+    assert fits[1] == fit_hash_code_len(model, [batch])
+    assert fits[1] != fits[0]
+
+
 def test_a_head_without_output_leaves_no_error():
     model = build("bert", "sdpa")
     value = model.encoder.layer[1].attention.self.value

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -40,8 +40,8 @@ class HashCodeLenFit:
 class _Errors:
     """An attention function that returns softmax attention, and sums YOSO's errors by layer, candidate and head."""
 
-    # whether the model has attn_implementation="yoso_expectation"
-    exact: bool
+    # the attention of every configuration in the model, by its id
+    names: dict[int, str]
     errors: dict[int, Tensor] = field(default_factory=dict)
     squares: dict[int, Tensor] = field(default_factory=dict)
     delegated: dict[int, list[int]] = field(default_factory=dict)
@@ -51,13 +51,14 @@ class _Errors:
         layer = getattr(module, "layer_idx", None)
         if layer is None:
             raise ValueError(f"model must number its layers, but {type(module).__name__} has no layer_idx")
+        exact = self.names.get(id(module.config)) == "yoso_expectation"
         if is_delegated(module, query, key, **kwargs):
             # a decoder may have more layers than its encoder, whose numbers these are
             if layer < getattr(module.config, "num_hidden_layers", layer + 1):
-                length = attention_settings(module, self.exact)["hash_code_len"]
+                length = attention_settings(module, exact)["hash_code_len"]
                 self.delegated[layer] = [length] * query.shape[1] if isinstance(length, int) else length
             return out, None
-        settings = attention_settings(module, self.exact)
+        settings = attention_settings(module, exact)
         key_mask = key_mask_of(attention_mask)
         real = 1 if key_mask is None else key_mask[:, :, None, None]
         self._add(self.squares, layer, (out * real).square().sum((0, 1, 3)))
@@ -79,6 +80,16 @@ class _Errors:
 def candidates(use_expectation: bool | str) -> range:
     """The values of hash_code_len that are tried."""
     return range(1, 1 + (MAX_EXACT_HASH_CODE_LEN if use_expectation is True else MAX_HASH_CODE_LEN))
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configurations of a model and of its parts."""
+    waiting, found = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)], {}
+    while waiting:
+        config = waiting.pop()
+        found[id(config)] = config
+        waiting += [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]
+    return list(found.values())
 
 
 @torch.no_grad()
@@ -103,8 +114,9 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
     """
     if not takes_attention(type(model)):
         raise ValueError(f"model must take another attn_implementation, got a {type(model).__name__}, which does not")
-    before, training = model.config._attn_implementation, [module for module in model.modules() if module.training]
-    sums = _Errors(exact=before == "yoso_expectation")
+    configs, training = _configs(model), [module for module in model.modules() if module.training]
+    before = {id(config): config._attn_implementation for config in configs}
+    sums = _Errors(names=before)
     ALL_ATTENTION_FUNCTIONS[NAME] = sums
     try:
         model.set_attn_implementation(NAME)
@@ -112,7 +124,9 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
         for batch in batches:
             model(**batch)
     finally:
-        model.set_attn_implementation(before)
+        for config in configs:
+            # the attribute without _internal is that of a configuration's parts as well
+            config._attn_implementation_internal = before[id(config)]
         for module in training:
             module.training = True
         del ALL_ATTENTION_FUNCTIONS[NAME]
