@@ -150,6 +150,10 @@ def test_a_model_that_is_always_exact_is_fitted_as_such():
 def test_what_cannot_be_fitted_is_refused():
     with pytest.raises(ValueError, match="batches must hold inputs"):
         fit_hash_code_len(build("bert", "sdpa"), [])
+    # one batch in place of a list of them, and ids alone
+    for given, kind in ((batches()[0], "str"), ([tokens()], "Tensor")):
+        with pytest.raises(ValueError, match=f"batches must be a list of a model's inputs.*holds a {kind}"):
+            fit_hash_code_len(build("bert", "sdpa"), given)
     with pytest.raises(ValueError, match="DistilBertSelfAttention has no layer_idx"):
         fit_hash_code_len(build("distilbert", "sdpa"), batches())
     config = transformers.NystromformerConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_attention_heads=4)

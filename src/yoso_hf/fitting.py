@@ -110,7 +110,8 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
         The numbers of every layer and head, and the error that is left.
 
     Raises:
-        ValueError: no inputs, or a model that does not take YOSO or does not number its layers.
+        ValueError: no inputs, or other things than a model's inputs, or a model that does not take YOSO or does not
+            number its layers.
     """
     if not takes_attention(type(model)):
         raise ValueError(f"model must take another attn_implementation, got a {type(model).__name__}, which does not")
@@ -122,6 +123,11 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
         model.set_attn_implementation(NAME)
         model.eval()
         for batch in batches:
+            if not isinstance(batch, Mapping):
+                raise ValueError(
+                    "batches must be a list of a model's inputs, such as a tokenizer returns, "
+                    f"but it holds a {type(batch).__name__}"
+                )
             model(**batch)
     finally:
         for config in configs:
