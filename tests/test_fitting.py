@@ -1,4 +1,5 @@
 import copy
+import re
 
 import pytest
 import torch
@@ -145,6 +146,24 @@ def test_a_model_that_is_always_exact_is_fitted_as_such():
     assert model.config._attn_implementation == "yoso_expectation"
     assert fit == fit_hash_code_len(build("bert", "sdpa", yoso_use_expectation=True), batches())
     assert fit.error != fit_hash_code_len(build("bert", "sdpa"), batches()).error
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        # the model takes 64 tokens, and samples from 45 on
+        ({"yoso_num_hash": 4}, True),
+        # it never samples, always does, or does so with these inputs
+        ({"yoso_num_hash": 6}, False),
+        ({"yoso_num_hash": 4, "yoso_use_expectation": True}, False),
+        ({"yoso_num_hash": 4, "yoso_use_expectation": False}, False),
+        ({"yoso_num_hash": 1}, False),
+    ],
+)
+def test_inputs_too_short_to_be_sampled_are_warned_of(caplog, settings, warned):
+    fit_hash_code_len(build("bert", "yoso", **settings), batches())
+    warning = "The batches have at most 21 tokens.* takes 64 tokens, and samples from 45 on"
+    assert (re.search(warning, caplog.text) is not None) == warned
 
 
 def test_what_cannot_be_fitted_is_refused():

@@ -8,16 +8,21 @@ from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 
+from .attention import EXACT_TOKENS_PER_HASH, exact_is_cheaper
 from .attention_interface import (
     attention_settings,
     is_delegated,
     key_mask_of,
     make_mask,
+    read_settings,
     takes_attention,
     yoso_from_settings,
 )
 from .hashing import MAX_EXACT_HASH_CODE_LEN, MAX_HASH_CODE_LEN
+
+logger = logging.get_logger(__name__)
 
 NAME = "yoso_fitting"
 
@@ -45,6 +50,8 @@ class _Errors:
     errors: dict[int, Tensor] = field(default_factory=dict)
     squares: dict[int, Tensor] = field(default_factory=dict)
     delegated: dict[int, list[int]] = field(default_factory=dict)
+    # tokens of the longest inputs
+    longest: int = 0
 
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -59,6 +66,7 @@ class _Errors:
                 self.delegated[layer] = [length] * query.shape[1] if isinstance(length, int) else length
             return out, None
         settings = attention_settings(module, exact)
+        self.longest = max(self.longest, query.shape[2])
         key_mask = key_mask_of(attention_mask)
         real = 1 if key_mask is None else key_mask[:, :, None, None]
         self._add(self.squares, layer, (out * real).square().sum((0, 1, 3)))
@@ -82,6 +90,21 @@ def candidates(use_expectation: bool | str) -> range:
     return range(1, 1 + (MAX_EXACT_HASH_CODE_LEN if use_expectation is True else MAX_HASH_CODE_LEN))
 
 
+def _warn_of_short_inputs(config: PreTrainedConfig, length: int, exact: bool) -> None:
+    settings, limit = read_settings(config, exact), getattr(config, "max_position_embeddings", None) or 0
+    num_hash = settings["yoso_num_hash"]
+    if (
+        settings["yoso_use_expectation"] == "auto"
+        and exact_is_cheaper(length, length, num_hash)
+        and not exact_is_cheaper(limit, limit, num_hash)
+    ):
+        logger.warning(
+            f"The batches have at most {length} tokens, so hash_code_len was fitted to exact weights. The model takes "
+            f"{limit} tokens, and samples from {EXACT_TOKENS_PER_HASH * num_hash + 1} on, where so sharp a kernel is "
+            "noise: take batches as long as the texts that the model is for."
+        )
+
+
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configurations of a model and of its parts."""
     waiting, found = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)], {}
@@ -99,7 +122,8 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
     Every layer gets softmax's inputs. The attention that is compared is the one that the model would have with
     attn_implementation="yoso", or has with "yoso_expectation": the keys yoso_<name> of its configuration,
     yoso_hash_code_len excepted, decide its samples, so that where sampling is noisy, shorter codes are chosen, which
-    collide more often. Take inputs of the lengths that the model is meant for.
+    collide more often. Take inputs of the lengths that the model is meant for; where "auto" samples none of them, but
+    would sample the longest that the model takes, a warning says so.
 
     Args:
         model: an encoder that takes attn_implementation="yoso", trained with softmax attention. Its attention
@@ -144,6 +168,7 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
         lengths[layer] = [1 + i for i in index.tolist()]
         squares = sums.squares[layer]
         error[layer] = torch.where(squares > 0, best / squares, 0).tolist()
+    _warn_of_short_inputs(model.config, sums.longest, before[id(model.config)] == "yoso_expectation")
     layers = sorted(lengths)
     return HashCodeLenFit([lengths[layer] for layer in layers], [error[layer] for layer in layers])
 
