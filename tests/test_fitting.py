@@ -94,6 +94,7 @@ def test_each_part_of_a_model_is_left_as_it_was():
     model.set_attn_implementation({"encoder": "yoso_expectation"})
     ids = tokens()
     expected = model.encoder(ids).last_hidden_state
+    assert len(fit_hash_code_len(model.encoder, [{"input_ids": ids}]).hash_code_len) == 2
     with pytest.raises(ValueError, match="BertSelfAttention is causal"):
         fit_hash_code_len(model, [{"input_ids": ids, "decoder_input_ids": ids}])
     names = [part.config._attn_implementation for part in (model, model.encoder, model.decoder)]
