@@ -174,6 +174,14 @@ def test_sample_refuses_bad_sizes(arguments, message):
         HashFunctions.sample(**{**good, **arguments})
 
 
+def test_functions_are_on_the_default_device_unless_told_otherwise():
+    sizes = (2, 24, 5, 3)
+    with torch.device("meta"):
+        for device, expected in ((None, "meta"), ("cpu", "cpu")):
+            functions = HashFunctions.sample(*sizes, device=device), HashFunctions.seeded(0, 1, *sizes, device=device)
+            assert [x.parameters.device.type for x in functions] == [expected] * 2
+
+
 @pytest.mark.parametrize("seed", [-1, 2**32, 0.5])
 def test_a_seed_out_of_range_is_refused(seed):
     with pytest.raises(ValueError, match=f"seed must be .*, got {seed}"):

@@ -152,6 +152,7 @@ class HashFunctions:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + layer_idx)
         sizes = (num_heads, head_dim, num_hash, hash_code_len)
         functions = cls.sample(*sizes, kind=kind, generator=generator, device="cpu")
+        device = torch.get_default_device() if device is None else device
         return cls(functions.parameters.to(device), head_dim, num_hash, hash_code_len, kind)
 
     def part(self, heads: list[int], hash_code_len: int) -> "HashFunctions":
