@@ -3,7 +3,7 @@
 Environment:
     YOSO_CUDA        0: leave csrc/cuda out; 1: build it, and fail when nvcc is missing; unset: build it where nvcc is
                      found and torch has CUDA
-    YOSO_CUDA_ARCHS  architectures for nvcc, default "80;86;89;90"; PTX of the last one is added for later GPUs
+    YOSO_CUDA_ARCHS  architectures for nvcc, default "80;86;89;90"; PTX of the newest is added for later GPUs
     CXX, MAX_JOBS    the usual meaning
 """
 
@@ -101,6 +101,8 @@ class BuildExtension(cpp_extension.BuildExtension):
 
     def compile_cuda(self, extension, cuda: Path, sources: list[str]):
         archs = os.environ.get("YOSO_CUDA_ARCHS", "80;86;89;90").replace(".", "").split(";")
+        # as numbers; 90a and 100f are architectures too
+        archs.sort(key=lambda arch: (len(arch.rstrip("af")), arch))
         gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
         gencode.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
         includes = [f"-I{path}" for path in cpp_extension.include_paths()]

@@ -6,6 +6,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -48,8 +49,12 @@ class Device {
   int64_t num_multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
   // the most shared memory that a block may ask for
   size_t shared_bytes() const { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
-  // whether launches may start early, see launch
-  bool starts_early() const { return attribute(cudaDevAttrComputeCapabilityMajor) >= 9; }
+  // Whether launches may start early, see launch. Code for older architectures only, which newer GPUs take as PTX, has
+  // no instruction to wait with.
+  bool starts_early() const {
+    constexpr int newest = std::max({__CUDA_ARCH_LIST__});
+    return newest >= 900 && attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+  }
 
  private:
   int attribute(cudaDeviceAttr which) const {
