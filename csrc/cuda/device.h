@@ -170,11 +170,4 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-template <class T>
-__device__ __forceinline__ T warp_sum(T x) {
-#pragma unroll
-  for (int other = kWarp / 2; other > 0; other /= 2) x += __shfl_xor_sync(kAllLanes, x, other);
-  return x;
-}
-
 }  // namespace yoso
