@@ -775,11 +775,9 @@ __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
 }
 
 // What add_buckets_mma_kernel asks of rows.
-inline bool fits_tensor_cores(const Tensor& rows) {
-  const bool narrow = rows.scalar_type() == ScalarType::BFloat16 || rows.scalar_type() == ScalarType::Half;
-  bool aligned = reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0;
-  for (int64_t dim = 0; dim < 3; ++dim) aligned = aligned && rows.stride(dim) % 8 == 0;
-  return narrow && aligned && rows.size(3) % 8 == 0 && rows.size(3) <= 128;
+template <class In>
+bool fits_tensor_cores(const Tensor& rows) {
+  return sizeof(In) == 2 && rows.size(3) <= 128 && aligned(rows_of<In>(rows), rows.size(3));
 }
 
 template <class In>
@@ -818,8 +816,8 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
   const int64_t resident = kResidentBlocks * device.num_multiprocessors();
   const int64_t block_codes = std::min(divide_up(heads_added * table_size, resident), kBlockCodes);
   const int64_t head_blocks = divide_up(table_size, block_codes);
-  const bool tensor_cores =
-      fits_tensor_cores(grad) && fits_tensor_cores(query) && fits_tensor_cores(key) && fits_tensor_cores(value);
+  const bool tensor_cores = fits_tensor_cores<In>(grad) && fits_tensor_cores<In>(query) &&
+                            fits_tensor_cores<In>(key) && fits_tensor_cores<In>(value);
 
   const ScalarType sum_dtype = length_dtype(query);
   const Tensor lengths = empty_tensor(query, {heads_added, N + M}, sum_dtype);

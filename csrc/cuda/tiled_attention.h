@@ -858,13 +858,8 @@ class Launcher {
  private:
   // Whether tensor cores take the sizes, and every piece of 16 bytes is aligned.
   bool suits_mma(const Side<In>& side) const {
-    if (sizeof(In) != 2 || columns_ > kMaxMmaColumns) return false;
-    const auto bits = [](const Rows<const In>& rows) {
-      return rows.batch_stride | rows.head_stride | rows.row_stride |
-             static_cast<int64_t>(reinterpret_cast<uintptr_t>(rows.data) / sizeof(In));
-    };
-    const int64_t any = sizes_.columns | sizes_.value_columns | bits(side.rows) | bits(side.values);
-    return any % kPiece == 0;
+    return sizeof(In) == 2 && columns_ <= kMaxMmaColumns && aligned(side.rows, sizes_.columns) &&
+           aligned(side.values, sizes_.value_columns);
   }
 
   // Calls f with the columns that the kernels on tensor cores are compiled for.
