@@ -101,7 +101,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         ),
         (
             "sampled_attention_backward",
-            "sampled_attention_backward.cu",
+            "buckets_mma.h",
             "    wait_for_launches_before();",
             ";",
             "waiting for",

@@ -1,0 +1,499 @@
+// The kernel of sampled_attention_backward.cu that adds buckets, on tensor cores: they multiply 16-bit rows of up to
+// kColumns columns, in pieces of 16 bytes. Rows are multiplied as they are; what has to be rounded to 16 bits on the
+// way, the weights and V or G, takes up the inverse lengths before: its errors are then as if some weights were off by
+// a rounding, and the normalisation's gradient, which cancels most of the sums where rows are alike, cancels most of
+// them too.
+#pragma once
+
+#include "buckets.h"
+#include "mma.h"
+
+namespace yoso {
+namespace {
+
+// Half's range is small: numbers are rounded at a power of two, which brings the largest to 1..2.
+template <class In>
+struct Power {
+  float up, down;
+
+  __device__ explicit Power(float largest) {
+    if constexpr (std::is_same_v<In, Half>) {
+      const int exponent = min(max(__float_as_int(largest) >> 23, 1), 253);
+      up = __int_as_float((254 - exponent) << 23);
+      down = __int_as_float(exponent << 23);
+    } else {
+      up = down = 1;
+    }
+  }
+};
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int other = kWarp / 2; other > 0; other /= 2) x = max(x, __shfl_xor_sync(kAllLanes, x, other));
+  return x;
+}
+
+// Adds to two floats, `offset` floats behind an address that is aligned to their size, unless there are none: in two
+// instructions, which a branch or an addition would double.
+template <int offset>
+__device__ __forceinline__ void add_two(float* to, float x, float y, bool exists) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %3, 0; @p red.relaxed.gpu.global.add.v2.f32 [%0 + %4], {%1, %2}; }"
+      :
+      : "l"(__cvta_generic_to_global(to)), "f"(x), "f"(y), "r"(uint32_t{exists}), "n"(offset * sizeof(float)));
+#else
+  if (!exists) return;
+  atomicAdd(to + offset, x);
+  atomicAdd(to + offset + 1, y);
+#endif
+}
+
+// Calls f<0>(), f<1>() and so on.
+template <int count, class F>
+__device__ __forceinline__ void for_numbers(const F& f) {
+  [&]<int... number>(std::integer_sequence<int, number...>) {
+    (f.template operator()<number>(), ...);
+  }(std::make_integer_sequence<int, count>{});
+}
+
+// The thread's lane, as a number that the compiler knows nothing about: it would compute what depends on the lane for
+// all kinds of buckets before the loop over these, and run out of registers.
+__device__ __forceinline__ uint32_t lane_in_bucket() {
+  uint32_t lane = threadIdx.x % kWarp;
+  asm volatile("" : "+r"(lane));
+  return lane;
+}
+
+// 16-bit rows in shared memory. Pieces change places by row, so that those of eight rows fall into different banks.
+template <int kColumns>
+struct Matrix {
+  static constexpr int kPieces = kColumns / 8;
+  unsigned char* data;
+
+  __device__ __forceinline__ void* piece(uint32_t row, uint32_t piece) const {
+    return data + (row * kPieces + (piece ^ (row % 8))) * 16;
+  }
+};
+
+// Up to 16 rows of a bucket's one side in lanes 0..15, and of the other in lanes 16..31. Past the last there is the
+// last again, at inverse length zero: it has an address, if nothing to add.
+struct PickedRows {
+  int32_t row;
+  float inverse_length;
+
+  template <class In>
+  __device__ __forceinline__ PickedRows(uint32_t lane, const HeadSide<In>& side, Span span,
+                                        const HeadSide<In>& other_side, Span other_span) {
+    const HeadSide<In>& mine = lane < kTile ? side : other_side;
+    const Span rows = lane < kTile ? span : other_span;
+    const int place = lane % kTile;
+    row = __ldg(mine.order + rows.first + min(place, rows.count - 1));
+    inverse_length = place < rows.count ? __ldg(mine.inverse_length + row) : 0;
+  }
+
+  __device__ __forceinline__ int32_t at(int lane) const { return __shfl_sync(kAllLanes, row, lane); }
+};
+
+// The gradients or values of `count` picked rows, a lane's being g and g + 8: pieces t, t + 4 and so on. Products of
+// rows may take columns in any order, if all rows do: two registers are a step of 16 columns of all four lanes.
+template <int kColumns>
+struct Fragments {
+  uint32_t rows[2][kColumns / 32][4];
+
+  template <class In>
+  __device__ __forceinline__ Fragments(uint32_t lane, const HeadSide<In>& side, const PickedRows& picked,
+                                       int first_lane, int count, int columns) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const In* from = row_at(side.others, picked.at(first_lane + g + 8 * half), side.other_bytes) + 8 * t;
+#pragma unroll
+      for (int i = 0; i < kColumns / 32; ++i) {
+        uint4 piece = make_uint4(0, 0, 0, 0);
+        if (g + 8 * half < count && 32 * i + 8 * t < columns)
+          piece = __ldg(reinterpret_cast<const uint4*>(from + 32 * i));
+        rows[half][i][0] = piece.x;
+        rows[half][i][1] = piece.y;
+        rows[half][i][2] = piece.z;
+        rows[half][i][3] = piece.w;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void left(uint32_t (&a)[4], int i, int step) const {
+    a[0] = rows[0][i][2 * step];
+    a[1] = rows[1][i][2 * step];
+    a[2] = rows[0][i][2 * step + 1];
+    a[3] = rows[1][i][2 * step + 1];
+  }
+};
+
+// The weights of picked rows, 16 x 16, times the inverse lengths of the right ones: as the left matrix of a product.
+template <class In>
+struct Weights {
+  uint32_t a[4];
+  // what the product is to be multiplied by
+  float scale;
+
+  template <int kColumns>
+  __device__ __forceinline__ Weights(uint32_t lane, const Fragments<kColumns>& left, const Fragments<kColumns>& right,
+                                     const PickedRows& picked, int first_right_lane) {
+    float w[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < kColumns / 32; ++i)
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        uint32_t rows[4];
+        left.left(rows, i, step);
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+          multiply_add<In>(w[n], rows, {right.rows[n][i][2 * step], right.rows[n][i][2 * step + 1]});
+      }
+    const int t = lane % 4;
+    float largest = 0;
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float inverse = __shfl_sync(kAllLanes, picked.inverse_length, first_right_lane + 8 * n + 2 * t + i);
+        w[n][i] *= inverse;
+        w[n][i + 2] *= inverse;
+        if constexpr (std::is_same_v<In, Half>) largest = max(largest, max(fabsf(w[n][i]), fabsf(w[n][i + 2])));
+      }
+    if constexpr (std::is_same_v<In, Half>) largest = warp_max(largest);
+    const Power<In> power(largest);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      a[i] = pack<In>(w[i / 2][i % 2 * 2] * power.up, w[i / 2][i % 2 * 2 + 1] * power.up);
+    scale = power.down;
+  }
+};
+
+// Copies `count` of the picked rows that 16 lanes have to a matrix, zero past the last row and column.
+template <int kColumns, class In>
+__device__ __forceinline__ void copy_rows(uint32_t lane, Matrix<kColumns> to, const HeadSide<In>& side,
+                                          const PickedRows& picked, int first_lane, int count, int columns) {
+  constexpr int kPieces = kColumns / 8;
+  const int piece = lane % kPieces;
+  const In* rows = side.rows + (piece * 8 < columns ? piece * 8 : 0);
+  const uint32_t row_bytes = side.row_bytes;
+  if (piece * 8 >= columns) count = 0;
+#pragma unroll
+  for (int i = 0; i < kTile * kPieces / kWarp; ++i) {
+    const int r = (i * kWarp + lane) / kPieces;
+    copy_ahead<16>(to.piece(r, piece), row_at(rows, picked.at(first_lane + r), row_bytes), r >= count);
+  }
+}
+
+// sums = the weights times columns 16 * pair .. 16 * pair + 15 of a matrix of 16 rows; without the scale.
+template <int kColumns, class In>
+__device__ __forceinline__ void multiply_rows(uint32_t lane, float (&sums)[2][4], const Weights<In>& weights,
+                                              Matrix<kColumns> rows, int pair) {
+  uint32_t b[4];
+  load_matrices<true>(b, rows.piece(lane % 16, 2 * pair ^ lane / 16));
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[n][i] = 0;
+    multiply_add<In>(sums[n], weights.a, {b[2 * n], b[2 * n + 1]});
+  }
+}
+
+// The sums of `count` picked rows, a lane's being those of g and g + 8 from column 2t on.
+struct PickedSums {
+  float* row[2];
+  bool exists[2];
+
+  template <class In>
+  __device__ __forceinline__ PickedSums(uint32_t lane, const HeadSide<In>& side, const PickedRows& picked,
+                                        int first_lane, int count) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      row[half] = row_at(side.sums, picked.at(first_lane + g + 8 * half), side.sum_bytes) + 2 * t;
+      exists[half] = g + 8 * half < count;
+    }
+    wait_for_launches_before();
+  }
+
+  // Adds to columns 16 * pair .. 16 * pair + 15.
+  template <int pair>
+  __device__ __forceinline__ void add(const float (&sums)[2][4], float scale, int columns) const {
+    for_numbers<4>([&]<int number>() {
+      constexpr int n = number / 2, half = number % 2, column = 16 * pair + 8 * n;
+      add_two<column>(row[half], sums[n][2 * half] * scale, sums[n][2 * half + 1] * scale,
+                      exists[half] && column < columns);
+    });
+  }
+};
+
+// Adds a bucket of up to 16 rows a side. A warp has it, with the memory of two matrices of 16 rows.
+template <int kColumns, class In>
+__device__ __forceinline__ void add_small_bucket(const HeadSide<In>& queries, Span query_span,
+                                                 const HeadSide<In>& keys, Span key_span, const Sizes& sizes,
+                                                 unsigned char* memory) {
+  const Matrix<kColumns> query_rows{memory}, key_rows{memory + kTile * kColumns * sizeof(In)};
+  const uint32_t lane = lane_in_bucket();
+  const PickedRows picked(lane, queries, query_span, keys, key_span);
+  // all have read what was here before
+  __syncwarp();
+  copy_rows(lane, query_rows, queries, picked, 0, query_span.count, sizes.D);
+  copy_rows(lane, key_rows, keys, picked, kTile, key_span.count, sizes.D);
+  const Fragments<kColumns> grads(lane, queries, picked, 0, query_span.count, sizes.Dv);
+  const Fragments<kColumns> values(lane, keys, picked, kTile, key_span.count, sizes.Dv);
+  // both ways rather than one and its transpose: the products cost less than moving it between lanes
+  const Weights<In> by_query(lane, grads, values, picked, kTile), by_key(lane, values, grads, picked, 0);
+  const PickedSums query_sums(lane, queries, picked, 0, query_span.count);
+  const PickedSums key_sums(lane, keys, picked, kTile, key_span.count);
+  wait_for_copies();
+  __syncwarp();
+  for_numbers<kColumns / 16>([&]<int pair>() {
+    if (16 * pair >= sizes.D) return;
+    float sums[2][4];
+    multiply_rows(lane, sums, by_query, key_rows, pair);
+    query_sums.template add<pair>(sums, by_query.scale, sizes.D);
+    multiply_rows(lane, sums, by_key, query_rows, pair);
+    key_sums.template add<pair>(sums, by_key.scale, sizes.D);
+  });
+}
+
+// Adds a bucket's part of the sums of up to 16 of one side's rows. A warp has them, with the memory of a matrix of 16
+// rows.
+template <int kColumns, class In>
+__device__ __forceinline__ void add_pairs_of_tile(const HeadSide<In>& targets, Span target_span,
+                                                  const HeadSide<In>& sources, Span source_span, const Sizes& sizes,
+                                                  unsigned char* memory) {
+  const Matrix<kColumns> source_rows{memory};
+  uint32_t lane = lane_in_bucket();
+  PickedRows picked(lane, targets, target_span, sources, source_span);
+  const Fragments<kColumns> target_others(lane, targets, picked, 0, target_span.count, sizes.Dv);
+  float sums[kColumns / 16][2][4] = {};
+  while (true) {
+    __syncwarp();
+    copy_rows(lane, source_rows, sources, picked, kTile, source_span.count, sizes.D);
+    const Fragments<kColumns> source_others(lane, sources, picked, kTile, source_span.count, sizes.Dv);
+    const Weights<In> weights(lane, target_others, source_others, picked, kTile);
+    wait_for_copies();
+    __syncwarp();
+#pragma unroll
+    for (int pair = 0; pair < kColumns / 16; ++pair)
+      if (16 * pair < sizes.D) {
+        float some[2][4];
+        multiply_rows(lane, some, weights, source_rows, pair);
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[pair][n][i] += some[n][i] * weights.scale;
+      }
+    source_span = {source_span.first + kTile, source_span.count - kTile};
+    if (source_span.count <= 0) break;
+    lane = lane_in_bucket();
+    picked = PickedRows(lane, targets, target_span, sources, source_span);
+  }
+  const PickedSums target_sums(lane, targets, picked, 0, target_span.count);
+  for_numbers<kColumns / 16>([&]<int pair>() { target_sums.template add<pair>(sums[pair], 1, sizes.D); });
+}
+
+// The numbers of a piece, times a factor.
+template <class In>
+__device__ __forceinline__ uint4 scaled(const uint4& piece, float factor) {
+  const auto scale = [&](uint32_t bits) {
+    In pair[2];
+    memcpy(pair, &bits, sizeof(bits));
+    return pack<In>(static_cast<float>(pair[0]) * factor, static_cast<float>(pair[1]) * factor);
+  };
+  return make_uint4(scale(piece.x), scale(piece.y), scale(piece.z), scale(piece.w));
+}
+
+// add_through_product on tensor cores. The product is kept as two 16-bit numbers an element: one alone would be off
+// in directions that the rows do not have, which the normalisation's gradient does not cancel.
+template <int kColumns, class In>
+__device__ __forceinline__ void add_through_product(const HeadSide<In>& targets, Span target_span,
+                                                    const HeadSide<In>& sources, Span source_span, const Sizes& sizes,
+                                                    unsigned char* memory) {
+  constexpr int kPieces = kColumns / 8, kRows = 4096 / kColumns, kDown = kColumns / 64, kAcross = kColumns / 32;
+  const uint32_t lane = lane_in_bucket();
+  const int warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
+  const Matrix<kColumns> others{memory}, rows{memory + kRows * kColumns * sizeof(In)};
+  // of the product, a warp has a quarter of the rows and half of the columns
+  const int first_row = warp / 2 * (kColumns / 4), first_piece = warp % 2 * (kPieces / 2);
+  float product[kDown][kAcross][2][4] = {};
+  for (int from = 0; from < source_span.count; from += kRows) {
+    const int count = min(kRows, source_span.count - from);
+    __syncthreads();
+    for (int i = threadIdx.x; i < kRows * kPieces; i += kThreads) {
+      const int r = i / kPieces, piece = i % kPieces;
+      uint4 other = make_uint4(0, 0, 0, 0), row = other;
+      if (r < count) {
+        const int32_t number = sources.order[source_span.first + from + r];
+        const In* other_row = row_at(sources.others, number, sources.other_bytes);
+        const In* row_itself = row_at(sources.rows, number, sources.row_bytes);
+        // of the inverse length, the rows take up a power of two, which they do without an error
+        const float inverse = sources.inverse_length[number];
+        const float power = 2 * __int_as_float(__float_as_int(inverse) & 0x7f800000);
+        if (piece * 8 < sizes.Dv)
+          other = scaled<In>(*reinterpret_cast<const uint4*>(other_row + piece * 8),
+                             power > 0 ? inverse / power : 0);
+        if (piece * 8 < sizes.D)
+          row = scaled<In>(*reinterpret_cast<const uint4*>(row_itself + piece * 8), power);
+      }
+      *static_cast<uint4*>(others.piece(r, piece)) = other;
+      *static_cast<uint4*>(rows.piece(r, piece)) = row;
+    }
+    __syncthreads();
+    for (int r = 0; r < count; r += kTile) {
+      uint32_t a[kDown][4], b[4];
+#pragma unroll
+      for (int down = 0; down < kDown; ++down)
+        load_matrices<true>(a[down], others.piece(r + lane / 16 * 8 + lane % 8,
+                                                  first_row / 8 + 2 * down + lane / 8 % 2));
+#pragma unroll
+      for (int across = 0; across < kAcross; ++across) {
+        load_matrices<true>(b, rows.piece(r + lane % 16, first_piece + 2 * across + lane / 16));
+#pragma unroll
+        for (int down = 0; down < kDown; ++down)
+#pragma unroll
+          for (int n = 0; n < 2; ++n) multiply_add<In>(product[down][across][n], a[down], {b[2 * n], b[2 * n + 1]});
+      }
+    }
+  }
+
+  __syncthreads();
+  float largest = 0;
+  if constexpr (std::is_same_v<In, Half>) {
+#pragma unroll
+    for (int down = 0; down < kDown; ++down)
+#pragma unroll
+      for (int across = 0; across < kAcross; ++across)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) largest = max(largest, fabsf(product[down][across][i / 4][i % 4]));
+    float* shared = reinterpret_cast<float*>(memory);
+    largest = warp_max(largest);
+    if (lane == 0) shared[warp] = largest;
+    __syncthreads();
+    for (int other = 0; other < kWarps; ++other) largest = max(largest, shared[other]);
+    __syncthreads();
+  }
+  const Power<In> power(largest);
+  const Matrix<kColumns> high{memory}, low{memory + kColumns * kColumns * sizeof(In)};
+#pragma unroll
+  for (int down = 0; down < kDown; ++down)
+#pragma unroll
+    for (int across = 0; across < kAcross; ++across)
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int r = first_row + 16 * down + 8 * half + g, piece = first_piece + 2 * across + n;
+          float x[2], rounded[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            x[i] = product[down][across][n][2 * half + i] * power.up;
+            rounded[i] = static_cast<float>(static_cast<In>(x[i]));
+          }
+          static_cast<uint32_t*>(high.piece(r, piece))[t] = pack<In>(rounded[0], rounded[1]);
+          static_cast<uint32_t*>(low.piece(r, piece))[t] = pack<In>(x[0] - rounded[0], x[1] - rounded[1]);
+        }
+  __syncthreads();
+
+  for (int tile = warp; tile * kTile < target_span.count; tile += kWarps) {
+    const Span span{target_span.first + tile * kTile, target_span.count - tile * kTile};
+    const PickedRows picked(lane, targets, span, targets, span);
+    const Fragments<kColumns> left(lane, targets, picked, 0, span.count, sizes.Dv);
+    const PickedSums target_sums(lane, targets, picked, 0, span.count);
+    for_numbers<kColumns / 16>([&]<int pair>() {
+      if (16 * pair >= sizes.D) return;
+      float sums[2][4] = {};
+#pragma unroll
+      for (int i = 0; i < kColumns / 32; ++i)
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          uint32_t a[4], b[4];
+          left.left(a, i, step);
+          // the rows in the order of the fragments' columns
+          const int r = 32 * i + 4 * step + lane % 8 / 2 * 8 + lane / 8 % 2 * 2 + lane % 2;
+#pragma unroll
+          for (int part = 0; part < 2; ++part) {
+            load_matrices<true>(b, (part == 0 ? high : low).piece(r, 2 * pair ^ lane / 16));
+#pragma unroll
+            for (int n = 0; n < 2; ++n) multiply_add<In>(sums[n], a, {b[2 * n], b[2 * n + 1]});
+          }
+        }
+      target_sums.template add<pair>(sums, power.down, sizes.D);
+    });
+  }
+}
+
+// add_buckets_kernel on tensor cores, where rows have up to kColumns columns, a multiple of 8, and are aligned to 16
+// bytes.
+template <class In, int kColumns>
+__global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
+    add_buckets_mma_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int32_t hash) {
+  let_next_launch_start();
+  unsigned char* memory = shared_memory<unsigned char>();
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  unsigned char* warp_memory = memory + warp * (2 * kTile * kColumns * sizeof(In));
+  // in shared memory they take no registers
+  HeadSide<In>* sides = reinterpret_cast<HeadSide<In>*>(memory + kWarps * 2 * kTile * kColumns * sizeof(In));
+  if (threadIdx.x < 2)
+    sides[threadIdx.x] =
+        HeadSide<In>(threadIdx.x == 0 ? query_side : key_side, sizes, blockIdx.x / sizes.head_blocks, hash);
+  __syncthreads();
+  const int32_t begin = static_cast<int32_t>(blockIdx.x % sizes.head_blocks) * sizes.block_codes;
+  const int32_t end = min(begin + sizes.block_codes, sizes.table_size);
+  // the warp whose turn it is
+  int turn = 0;
+  for (int32_t first = begin; first < end; first += kWarp) {
+    Span query_span = {0, 0}, key_span = {0, 0};
+    if (first + lane < end) {
+      query_span = span_of(sides[0], first + lane);
+      key_span = span_of(sides[1], first + lane);
+    }
+    const int largest = query_span.count == 0 || key_span.count == 0 ? 0 : max(query_span.count, key_span.count);
+    const auto from_lane = [](const Span& span, int source) {
+      return Span{__shfl_sync(kAllLanes, span.first, source), __shfl_sync(kAllLanes, span.count, source)};
+    };
+    const auto from_either = [](bool first, const Span& a, const Span& b) {
+      return Span{first ? a.first : b.first, first ? a.count : b.count};
+    };
+    const uint32_t small = __ballot_sync(kAllLanes, largest > 0 && largest <= kTile);
+    const int before = __popc(small & ~(kAllLanes << lane));
+    const bool is_mine = (small >> lane & 1) != 0 && (turn + before) % kWarps == warp;
+    for (uint32_t left = __ballot_sync(kAllLanes, is_mine); left != 0; left &= left - 1) {
+      const int source = __ffs(left) - 1;
+      add_small_bucket<kColumns>(sides[0], from_lane(query_span, source), sides[1], from_lane(key_span, source), sizes,
+                                 warp_memory);
+    }
+    turn = (turn + __popc(small)) % kWarps;
+    for (uint32_t left = __ballot_sync(kAllLanes, largest > kTile && largest <= kColumns); left != 0;
+         left &= left - 1) {
+      const int source = __ffs(left) - 1;
+      const Span q = from_lane(query_span, source), k = from_lane(key_span, source);
+      const int query_tiles = (q.count + kTile - 1) / kTile, tiles = query_tiles + (k.count + kTile - 1) / kTile;
+      for (int tile = (warp - turn + kWarps) % kWarps; tile < tiles; tile += kWarps) {
+        const bool is_query = tile < query_tiles;
+        const int skipped = (is_query ? tile : tile - query_tiles) * kTile;
+        const Span target_span = from_either(is_query, q, k), source_span = from_either(is_query, k, q);
+        add_pairs_of_tile<kColumns>(sides[!is_query], {target_span.first + skipped, target_span.count - skipped},
+                                    sides[is_query], source_span, sizes, warp_memory);
+      }
+      turn = (turn + tiles) % kWarps;
+    }
+    // with so many rows, the products of all pairs would cost more
+    for (uint32_t left = __ballot_sync(kAllLanes, largest > kColumns); left != 0; left &= left - 1) {
+      const int source = __ffs(left) - 1;
+      const Span q = from_lane(query_span, source), k = from_lane(key_span, source);
+#pragma unroll 1
+      for (int side = 0; side < 2; ++side)
+        add_through_product<kColumns>(sides[side], from_either(side == 0, q, k), sides[1 - side],
+                                      from_either(side == 0, k, q), sizes, memory);
+      __syncthreads();
+    }
+  }
+  // also where there was nothing to add: a launch ends after those before it
+  wait_for_launches_before();
+}
+
+}  // namespace
+}  // namespace yoso

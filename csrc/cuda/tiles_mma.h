@@ -1,0 +1,408 @@
+// The kernels of tiled_attention.h on tensor cores, for 16-bit rows of up to kMaxMmaColumns columns whose pieces of 16
+// bytes are aligned: a warp has 16 of the block's rows. The rows' products are those of the rows as they are, scaled
+// afterwards.
+#pragma once
+
+#include <cfloat>
+
+#include "mma.h"
+#include "tiles.h"
+
+namespace yoso {
+namespace {
+
+constexpr int kWarpRows = 16;
+constexpr int kMaxMmaColumns = 128;
+// 16-bit elements in 16 bytes, which a row in shared memory has more than it needs: against bank conflicts
+constexpr int kPiece = 8;
+// see add_weighted_mma
+constexpr int kFewOthers = 64;
+
+__device__ __forceinline__ int warp_lane() { return threadIdx.x % kWarp; }
+
+template <class In_, int rows, int others, int columns>
+struct MmaPlace {
+  using In = In_;
+  using Weight = In;
+  static constexpr int kRows = rows, kOthers = others;
+  static constexpr int kBlockThreads = rows / kWarpRows * kWarp;
+  // of a row in shared memory
+  static constexpr int kStride = columns + kPiece;
+  // those that the threads have at a time
+  static constexpr int kPieces = columns / kPiece, kRowsOfStep = kBlockThreads / kPieces;
+  int64_t batch_head, first_row, first_other;
+
+  __device__ __forceinline__ static int row(int, int i) {
+    return threadIdx.x / kWarp * kWarpRows + warp_lane() / 4 + i / 2 * 8;
+  }
+  __device__ __forceinline__ static int other(int b, int i) { return b * 8 + warp_lane() % 4 * 2 + i % 2; }
+};
+// as many rows and others as leave shared memory to other blocks
+template <class In, int columns, class Pairs>
+using SumPlace = MmaPlace<In, 8192 / columns, Pairs::kSumOthers * 64 / columns, columns>;
+// and registers to the gradient's sums
+template <class In, int columns>
+using GradientPlace = MmaPlace<In, 64, 32, columns>;
+
+// float16 has few exponents: rows are scaled by the power of two in their inverse length
+template <class In>
+constexpr bool kScalesRows = std::is_same_v<In, Half>;
+
+__device__ __forceinline__ float power_of_two(float inverse) {
+  return inverse > 0 ? __int_as_float(__float_as_int(inverse) & 0x7f800000) : 1;
+}
+
+// Rows in shared memory with their values, or without, and their inverse lengths.
+template <class Place, int count, bool with_values>
+struct MmaTile {
+  using In = typename Place::In;
+  In rows[count * Place::kStride], values[with_values ? count * Place::kStride : kPiece];
+  float inverse[count];
+
+  // Scales what this thread has copied.
+  __device__ __forceinline__ void scale(const Side<In>& side, const Block& block, int64_t first) {
+    const float* inverse_length = side.inverse_length + block.batch_head * side.count;
+    const int row = threadIdx.x / Place::kPieces, column = threadIdx.x % Place::kPieces * kPiece;
+#pragma unroll
+    for (int r = row; r < count; r += Place::kRowsOfStep) {
+      if (first + r >= side.count) break;
+      const float scale = power_of_two(inverse_length[first + r]);
+      In* const piece = rows + r * Place::kStride + column;
+#pragma unroll
+      for (int c = 0; c < kPiece; ++c) piece[c] = static_cast<In>(static_cast<float>(piece[c]) * scale);
+    }
+    if (threadIdx.x < count) inverse[threadIdx.x] /= power_of_two(inverse[threadIdx.x]);
+  }
+};
+
+// Copies tile after tile of a side, from row `first` on. A thread has some pieces of each, of the same rows.
+template <class Place>
+class MmaReader {
+  using In = typename Place::In;
+
+ public:
+  __device__ MmaReader(const Side<In>& side, const Block& block, const Sizes& sizes, int64_t first)
+      : side_(side), left_(static_cast<int>(side.count - first)) {
+    const int row = threadIdx.x / Place::kPieces, column = threadIdx.x % Place::kPieces * kPiece;
+    place_ = row * Place::kStride + column;
+    rows_left_ = (column < sizes.columns ? left_ : 0) - row;
+    values_left_ = (column < sizes.value_columns ? left_ : 0) - row;
+    rows_ = side.rows.at(block.batch, block.head, first + row) + column;
+    values_ = side.values.at(block.batch, block.head, first + row) + column;
+    inverse_length_ = side.inverse_length + block.batch_head * side.count + first;
+  }
+
+  // Starts to copy the next tile; 0 past the last row and column, and where a row has no weight.
+  template <class Pairs, int count, bool with_values>
+  __device__ __forceinline__ void copy(MmaTile<Place, count, with_values>& to) {
+#pragma unroll
+    for (int r = 0; r < count; r += Place::kRowsOfStep) {
+      const int row = threadIdx.x / Place::kPieces + r;
+      const bool masked = Pairs::kMasksRows && row < left_ && inverse_length_[row] == kMasked;
+      copy_ahead<16>(to.rows + place_ + r * Place::kStride, rows_, masked || r >= rows_left_);
+      rows_ += Place::kRowsOfStep * side_.rows.row_stride;
+      if constexpr (with_values) {
+        copy_ahead<16>(to.values + place_ + r * Place::kStride, values_, masked || r >= values_left_);
+        values_ += Place::kRowsOfStep * side_.values.row_stride;
+      }
+    }
+    const int i = threadIdx.x;
+    if (i < count) copy_ahead<4>(to.inverse + i, inverse_length_ + i, i >= left_);
+    inverse_length_ += count;
+    left_ -= count;
+    rows_left_ -= count;
+    values_left_ -= count;
+  }
+
+ private:
+  const Side<In>& side_;
+  int left_, rows_left_, values_left_, place_;
+  const In *rows_, *values_;
+  const float* inverse_length_;
+};
+
+// The block's rows, and two tiles of others: one is on its way while the other is multiplied.
+template <class Place, bool with_values>
+struct MmaShared {
+  MmaTile<Place, Place::kRows, with_values> mine;
+  MmaTile<Place, Place::kOthers, true> tiles[2];
+};
+
+// Copies the block's rows, and one tile of others after the other, for which it calls use(first, tile).
+template <class Pairs, class Place, bool with_values, class In, class Use>
+__device__ __forceinline__ void for_tiles(MmaShared<Place, with_values>& shared, const Side<In>& mine,
+                                          const Side<In>& others, const Block& block, const Sizes& sizes,
+                                          const Range& range, const Use& use) {
+  MmaReader<Place>(mine, block, sizes, block.first).template copy<Pairs>(shared.mine);
+  MmaReader<Place> reader(others, block, sizes, range.begin);
+  reader.template copy<Pairs>(shared.tiles[0]);
+  if constexpr (kScalesRows<In>) {
+    wait_for_copies();
+    shared.mine.scale(mine, block, block.first);
+  }
+  // rows have been counted in 32 bits
+  const int end = static_cast<int>(range.end);
+  int current = 0;
+  for (int first = static_cast<int>(range.begin); first < end; first += Place::kOthers, current ^= 1) {
+    auto& tile = shared.tiles[current];
+    wait_for_copies();
+    if constexpr (kScalesRows<In>) tile.scale(others, block, first);
+    // for all threads' copies, and until those before have been read
+    __syncthreads();
+    if (first + Place::kOthers < end) reader.template copy<Pairs>(shared.tiles[current ^ 1]);
+    use(first, tile);
+  }
+  // where there was no other
+  wait_for_copies();
+  __syncthreads();
+}
+
+// out = the warp's rows . others
+template <int columns, class In, int n>
+__device__ __forceinline__ void multiply_mma(const In* mine, const In* others, float (&out)[n][4]) {
+  constexpr int kStride = columns + kPiece;
+  const int lane = warp_lane();
+  mine += (threadIdx.x / kWarp * kWarpRows + lane % 16) * kStride + lane / 16 * 8;
+  others += (lane / 16 * 8 + lane % 8) * kStride + lane / 8 % 2 * 8;
+#pragma unroll
+  for (int i = 0; i < n * 4; ++i) out[i / 4][i % 4] = 0;
+#pragma unroll
+  for (int c = 0; c < columns; c += 16) {
+    uint32_t a[4];
+    load_matrices<false>(a, mine + c);
+#pragma unroll
+    for (int b = 0; b < n; b += 2) {
+      uint32_t pair[4];
+      load_matrices<false>(pair, others + b * 8 * kStride + c);
+      multiply_add<In>(out[b], a, {pair[0], pair[1]});
+      multiply_add<In>(out[b + 1], a, {pair[2], pair[3]});
+    }
+  }
+}
+
+// sums += weights others, with A as multiply_add takes it
+template <int columns, class In, int n>
+__device__ __forceinline__ void add_rounded(const uint32_t (&weights)[n][4], const In* others,
+                                            float (&sums)[columns / 8][4]) {
+  constexpr int kStride = columns + kPiece;
+  others += warp_lane() % 16 * kStride + warp_lane() / 16 * 8;
+#pragma unroll
+  for (int c = 0; c < columns; c += 16) {
+#pragma unroll
+    for (int b = 0; b < n; ++b) {
+      uint32_t pair[4];
+      load_matrices<true>(pair, others + b * 16 * kStride + c);
+      multiply_add<In>(sums[c / 8], weights[b], {pair[0], pair[1]});
+      multiply_add<In>(sums[c / 8 + 1], weights[b], {pair[2], pair[3]});
+    }
+  }
+}
+
+// sums += weights others, the weights rounded to 16 bits, which become `rounded`. With few others, also what is rounded
+// off: the errors of many average out, where a single weight's is that of all columns.
+template <int columns, class In, int n>
+__device__ __forceinline__ void add_weighted_mma(const float (&weights)[n][4], const In* others, bool few,
+                                                 float (&sums)[columns / 8][4], uint32_t (&rounded)[n / 2][4]) {
+#pragma unroll
+  for (int i = 0; i < n * 2; ++i)
+    rounded[i / 4][i % 4] = pack<In>(weights[i / 2][i % 2 * 2], weights[i / 2][i % 2 * 2 + 1]);
+  if (few) {
+    uint32_t rest[n / 2][4];
+#pragma unroll
+    for (int i = 0; i < n * 2; ++i) {
+      In pair[2];
+      memcpy(pair, &rounded[i / 4][i % 4], sizeof(pair));
+      const float* exact = &weights[i / 2][i % 2 * 2];
+      rest[i / 4][i % 4] = pack<In>(exact[0] - static_cast<float>(pair[0]), exact[1] - static_cast<float>(pair[1]));
+    }
+    add_rounded<columns>(rest, others, sums);
+  }
+  add_rounded<columns>(rounded, others, sums);
+}
+
+// 1 - |cosine|, of the products of rows.
+template <class Place, int n>
+__device__ __forceinline__ void take_versines(const float (&products)[n][4], const float* my_inverse,
+                                              const float* other_inverse, float (&versines)[n][4]) {
+#pragma unroll
+  for (int i = 0; i < n * 4; ++i) {
+    // what is too large for a float, or the difference of two such: of a row whose inverse length is 0
+    const float size = fminf(fabsf(products[i / 4][i % 4]), FLT_MAX);
+    // one after the other: both together may leave the range of float32
+    versines[i / 4][i % 4] =
+        1 - size * other_inverse[Place::other(i / 4, i % 4)] * my_inverse[Place::row(i / 4, i % 4)];
+  }
+}
+
+// The sum over the lanes that have columns of the same rows.
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
+}
+
+// float16 has few exponents: weights, which are at most 1, are scaled into its range
+template <class In>
+constexpr float kWeightScale = std::is_same_v<In, Half> ? 32768 : 1;
+
+// Scales a tile's slopes for float16 by a power of two for each row, such that the largest so far is below 2^15, and
+// takes the sums along.
+template <int n, int m>
+__device__ __forceinline__ void scale_into_range(float (&slopes)[n][4], float (&scale)[2], float (&sums)[m][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < n * 2; ++i) largest = fmaxf(largest, fabsf(slopes[i / 2][half * 2 + i % 2]));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+    // 2^14 over the power of two in it
+    const int exponent = 254 + 14 - (__float_as_int(largest) >> 23);
+    const float next = fminf(scale[half], __int_as_float((exponent < 254 ? exponent : 254) << 23));
+    const float ratio = next / scale[half];
+#pragma unroll
+    for (int i = 0; i < m * 2; ++i) sums[i / 2][half * 2 + i % 2] *= ratio;
+#pragma unroll
+    for (int i = 0; i < n * 2; ++i) slopes[i / 2][half * 2 + i % 2] *= next;
+    scale[half] = next;
+  }
+}
+
+// Stores the thread's part of a row: sums[*][half * 2] and sums[*][half * 2 + 1], scaled.
+template <class In, int n>
+__device__ __forceinline__ void store_row(In* to, const float (&sums)[n][4], int half, float scale, int64_t end) {
+  to += warp_lane() % 4 * 2;
+#pragma unroll
+  for (int b = 0; b < n; ++b)
+    if (b * 8 < end)
+      *reinterpret_cast<uint32_t*>(to + b * 8) = pack<In>(sums[b][half * 2] * scale, sums[b][half * 2 + 1] * scale);
+}
+
+// weighted_sum_kernel on tensor cores
+template <class In, int columns, class Pairs>
+__global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2)
+    weighted_sum_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out,
+                            float* out_inverse_length) {
+  using Place = SumPlace<In, columns, Pairs>;
+  constexpr int kOthers = Place::kOthers;
+  auto& shared = *shared_memory<MmaShared<Place, false>>();
+  const Block block(sizes.heads, mine.count, Place::kRows);
+  const Range range = pairs.near(block.first, block.last, others.count);
+  const int count = static_cast<int>(others.count), first_row = static_cast<int>(block.first);
+  float sums[columns / 8][4] = {}, weight_sum[2] = {}, rounded_sum[4] = {};
+  const bool few = count <= kFewOthers;
+  for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](int first, const auto& tile) {
+    float cosines[kOthers / 8][4], weights[kOthers / 8][4];
+    multiply_mma<columns>(shared.mine.rows, tile.rows, cosines);
+    take_versines<Place>(cosines, shared.mine.inverse, tile.inverse, weights);
+    const Place place{block.batch_head, first_row, first};
+    pairs.weigh(place, cosines, weights);
+    if (Pairs::kPositive && first + kOthers > count) {
+      // they would count in weight_sum; a branch, not so many selections in every tile
+      asm volatile("");
+#pragma unroll
+      for (int i = 0; i < kOthers / 2; ++i)
+        if (first + Place::other(i / 4, i % 4) >= count) weights[i / 4][i % 4] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kOthers / 2; ++i) {
+      weights[i / 4][i % 4] *= kWeightScale<In>;
+      weight_sum[i % 4 / 2] += weights[i / 4][i % 4];
+    }
+    uint32_t rounded[kOthers / 16][4];
+    add_weighted_mma<columns>(weights, tile.values, few, sums, rounded);
+    if constexpr (Pairs::kPositive) {
+      const uint32_t ones = pack<In>(1, 1);
+#pragma unroll
+      for (int b = 0; b < kOthers / 16; ++b) multiply_add<In>(rounded_sum, rounded[b], {ones, ones});
+    }
+  });
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int tile_row = Place::row(0, half * 2), row = first_row + tile_row;
+    float scale = 1 / kWeightScale<In>;
+    if (Pairs::kMasksRows && shared.mine.inverse[tile_row] == kMasked) scale = 0;
+    if constexpr (Pairs::kPositive) {
+      // what the weights' rounding has in common: with equal keys, all of it
+      const float weight = quad_sum(weight_sum[half]), rounded = rounded_sum[half * 2];
+      const float ratio = !few && rounded > 0 ? weight / rounded : 1;
+#pragma unroll
+      for (int i = 0; i < columns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= ratio;
+    }
+    if (out_inverse_length != nullptr) {
+      float square = 0;
+#pragma unroll
+      for (int i = 0; i < columns / 4; ++i) {
+        const float x = sums[i / 2][half * 2 + i % 2] * (1 / kWeightScale<In>);
+        square += x * x;
+      }
+      square = quad_sum(square);
+      const float inverse = square > 0 ? 1 / sqrt(square) : 0;
+      scale *= inverse;
+      if (row < mine.count && warp_lane() % 4 == 0) out_inverse_length[block.batch_head * mine.count + row] = inverse;
+    }
+    if (row < mine.count)
+      store_row(out.at(block.batch, block.head, row), sums, half, scale, sizes.value_columns);
+  }
+}
+
+// gradient_kernel on tensor cores; with the gradient of my values too, where there is a place for it
+template <class In, int columns, bool with_values, class Pairs>
+__global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads)
+    gradient_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out, Rows<In> out_values) {
+  using Place = GradientPlace<In, columns>;
+  constexpr int kOthers = Place::kOthers;
+  auto& shared = *shared_memory<MmaShared<Place, true>>();
+  const Block block(sizes.heads, mine.count, Place::kRows);
+  const Range range = pairs.near(block.first, block.last, others.count);
+  const int count = static_cast<int>(others.count), first_row = static_cast<int>(block.first);
+  float sums[columns / 8][4] = {}, value_sums[with_values ? columns / 8 : 1][4] = {};
+  // the largest power of two, since nothing was added yet
+  float scale[2] = {0x1p127f, 0x1p127f};
+  const bool few = count <= kFewOthers;
+  for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](int first, const auto& tile) {
+    float cosines[kOthers / 8][4], weights[kOthers / 8][4], products[kOthers / 8][4];
+    multiply_mma<columns>(shared.mine.rows, tile.rows, cosines);
+    take_versines<Place>(cosines, shared.mine.inverse, tile.inverse, weights);
+    multiply_mma<columns>(shared.mine.values, tile.values, products);
+    const Place place{block.batch_head, first_row, first};
+    pairs.slopes(place, cosines, weights, products);
+#pragma unroll
+    for (int i = 0; i < kOthers / 2; ++i) {
+      products[i / 4][i % 4] *= tile.inverse[Place::other(i / 4, i % 4)];
+      weights[i / 4][i % 4] *= kWeightScale<In>;
+    }
+    if constexpr (std::is_same_v<In, Half>) scale_into_range(products, scale, sums);
+    uint32_t rounded[kOthers / 16][4];
+    add_weighted_mma<columns>(products, tile.rows, few, sums, rounded);
+    if constexpr (with_values) add_weighted_mma<columns>(weights, tile.values, few, value_sums, rounded);
+  });
+  const float slope_scale = pairs.template slope_scale<float>();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int tile_row = Place::row(0, half * 2);
+    const float inverse = shared.mine.inverse[tile_row];
+    const In* from = shared.mine.rows + tile_row * Place::kStride + Place::other(0, 0);
+    const float factor = std::is_same_v<In, Half> ? slope_scale / scale[half] : slope_scale;
+#pragma unroll
+    for (int i = 0; i < columns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= factor;
+    float along = 0;
+#pragma unroll
+    for (int i = 0; i < columns / 4; ++i)
+      along += sums[i / 2][half * 2 + i % 2] * (static_cast<float>(from[i / 2 * 8 + i % 2]) * inverse);
+    along = quad_sum(along);
+#pragma unroll
+    for (int i = 0; i < columns / 4; ++i)
+      sums[i / 2][half * 2 + i % 2] -= along * (static_cast<float>(from[i / 2 * 8 + i % 2]) * inverse);
+    const int row = first_row + tile_row;
+    if (row < mine.count) {
+      store_row(out.at(block.batch, block.head, row), sums, half,
+                mine.inverse_length[block.batch_head * mine.count + row], sizes.columns);
+      if constexpr (with_values)
+        store_row(out_values.at(block.batch, block.head, row), value_sums, half,
+                  Pairs::kMasksRows && inverse == kMasked ? 0 : 1 / kWeightScale<In>, sizes.value_columns);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace yoso
