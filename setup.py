@@ -86,6 +86,8 @@ class BuildExtension(cpp_extension.BuildExtension):
     """Adds nvcc objects to the extension: torch's CUDAExtension refuses to build against a CPU-only torch."""
 
     def build_extensions(self):
+        # without ninja, setuptools would keep an object that is newer than the sources, with CUDA kernels or without
+        self.force = True
         reason = compiler_lacks()
         if reason is not None:
             if os.environ.get("YOSO_CUDA") == "1":

@@ -55,6 +55,24 @@ def test_without_a_compiler_the_install_succeeds_and_says_so_in_one_line(tmp_pat
     assert "the slower reference path runs" in run.stderr
 
 
+def test_an_object_of_another_build_is_not_kept_where_there_is_no_ninja(tmp_path):
+    """It may lack the CUDA kernels that are asked for now."""
+    root = copy_sources(tmp_path)
+    for path in root.glob("csrc/cpu/*.cpp"):
+        if path.name != "unit_rows.cpp":
+            path.unlink()
+    ninja = tmp_path / "bin" / "ninja"
+    ninja.parent.mkdir()
+    ninja.write_text("#!/bin/sh\nexit 1\n")
+    ninja.chmod(0o755)
+    path = os.pathsep.join([str(ninja.parent), os.environ["PATH"]])
+    build(root, PATH=path)
+    (library,) = root.glob("src/yoso_hf/_C.*")
+    before = library.stat().st_mtime_ns
+    build(root, PATH=path)
+    assert library.stat().st_mtime_ns > before
+
+
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory) -> tuple[Path, Path, Path]:
     """The sources, a source distribution of them, unpacked, and a wheel that is built from it with one kernel."""
