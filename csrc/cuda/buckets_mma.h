@@ -33,8 +33,9 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// Adds to two floats, `offset` floats behind an address that is aligned to their size, unless there are none: in two
-// instructions, which a branch or an addition would double.
+// Adds to two floats, `offset` floats behind an address that is aligned to their size, unless there are none: on sm_90
+// in two instructions, which a branch or an addition would double. Not by atomicAdd, which does not know that the
+// address is one of global memory: it would wait for an answer to tell it from shared memory's.
 template <int offset>
 __device__ __forceinline__ void add_two(float* to, float x, float y, bool exists) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -43,9 +44,12 @@ __device__ __forceinline__ void add_two(float* to, float x, float y, bool exists
       :
       : "l"(__cvta_generic_to_global(to)), "f"(x), "f"(y), "r"(uint32_t{exists}), "n"(offset * sizeof(float)));
 #else
-  if (!exists) return;
-  atomicAdd(to + offset, x);
-  atomicAdd(to + offset + 1, y);
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %3, 0; @p red.relaxed.gpu.global.add.f32 [%0 + %4], %1; "
+      "@p red.relaxed.gpu.global.add.f32 [%0 + %5], %2; }"
+      :
+      : "l"(__cvta_generic_to_global(to)), "f"(x), "f"(y), "r"(uint32_t{exists}), "n"(offset * sizeof(float)),
+        "n"((offset + 1) * sizeof(float)));
 #endif
 }
 

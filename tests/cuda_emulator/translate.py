@@ -339,14 +339,6 @@ class Function:
     def red_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
         return self.add_to_memory(*operands, TYPES[modifiers[-1]]) if "add" in modifiers else None
 
-    def atom_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
-        if modifiers != ["add", modifiers[-1]] or operands[2].startswith("{"):
-            return None
-        kind = TYPES[modifiers[-1]]
-        at = self.memory(operands[1], "global", "kAdd", kind, 1)
-        old = self.assign(operands[0], "old", kind)
-        return f"{{ auto* const at = {at}; const auto old = *at; *at += {self.value(operands[2], kind)}; {old} }}"
-
     def bar_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
         lanes = self.value(operands[0], "uint32_t")
         return f"emulator::wait_warp({lanes});" if modifiers == ["warp", "sync"] else None
