@@ -361,7 +361,9 @@ print(memory("VmHWM") - before)
 @pytest.mark.parametrize(("N", "M"), [(0, 5), (5, 0), (0, 0)])
 def test_without_queries_or_keys_there_is_nothing_to_add(N, M, expectation, similarity):
     tensors = [x.requires_grad_() for x in inputs(N=N, M=M)]
-    out = yoso_attention(*tensors, expectation=expectation, similarity=similarity)
+    normalization = "sum" if similarity == "softmax" else "l2"
+    options = {"expectation": expectation, "similarity": similarity, "normalization": normalization}
+    out = yoso_attention(*tensors, **options)
     assert torch.equal(out, torch.zeros(2, 3, N, 12))
     for x, gradient in zip(tensors, torch.autograd.grad(out.sum(), tensors), strict=True):
         assert torch.equal(gradient, torch.zeros_like(x))
@@ -443,6 +445,9 @@ def test_expectation_at_16384_stays_under_a_gigabyte(path):
             {"hash_functions": HashFunctions.sample(2, 16, 4, 4)},
             "hash_functions are for 2 heads of 16, but query has 3 heads of 16",
         ),
+        ({"similarity": "softmax"}, 'similarity="softmax" needs normalization="sum", as softmax has it, got \'l2\''),
+        ({"scale": 0.5}, "scale must be None, or above 0 with similarity=\"softmax\", got 0.5 with 'cosine'"),
+        ({"similarity": "softmax", "normalization": "sum", "scale": 0}, "got 0 with 'softmax'"),
     ],
 )
 def test_bad_arguments_are_named(change, message):
@@ -452,23 +457,34 @@ def test_bad_arguments_are_named(change, message):
         yoso_attention(**arguments)
 
 
-def dense(query, key, value, key_mask, hash_code_len, normalization, similarity):
-    """Attention by its definition, in float64, one query of a batch row and head after the other."""
+def dense(query, key, value, key_mask, hash_code_len, normalization, similarity="cosine", power=32, scale=None):
+    """Attention by its definition, in float64, one head of a batch row after the other.
+
+    Args:
+        power: of similarity="softmax": 32, by dot products; None: by cosines, with hash_code_len.
+    """
     query, key, value = (x.double() for x in (query, key, value))
+    scale = scale or query.shape[3] ** -0.5
     out = value.new_zeros(*query.shape[:3], value.shape[3])
     for b in range(query.shape[0]):
         real = key_mask[b]
         real_queries = real if query.shape[2] == key.shape[2] else torch.ones(query.shape[2], dtype=torch.bool)
         for h in range(query.shape[1]):
             q, k, v = query[b, h], key[b, h, real], value[b, h, real]
-            if similarity == "dot_product":
-                k = k - k.mean(0)
-                x = q @ k.T / (q[real_queries].norm(dim=-1).max().clamp(min=1e-30) * k.norm(dim=-1).max())
-                # only masked queries can be longer than the longest
-                x = x / (q.norm(dim=-1) / q[real_queries].norm(dim=-1).max()).clamp(min=1)[:, None]
+            factor = torch.ones(len(k), dtype=torch.float64)
+            if similarity == "softmax":
+                mean = q[real_queries].mean(0)
+                q, k = (q - mean) * real_queries[:, None], k - k.mean(0)
+                factor = (scale * k @ mean).exp()
+            if similarity == "softmax" and power is not None:
+                # 2 power / pi is the slope of the kernel's logarithm at 0
+                x = scale * q @ k.T * math.pi / (2 * power)
+                largest = q.norm(dim=-1).max() * k.norm(dim=-1).max() * scale * math.pi / (2 * power)
+                weights = (1 - (x / largest.clamp(min=1)).acos() / math.pi) ** power
             else:
                 x = torch.nn.functional.normalize(q, dim=-1) @ torch.nn.functional.normalize(k, dim=-1).T
-            weights = (1 - x.clamp(-1, 1).acos() / math.pi) ** hash_code_len[h]
+                weights = (1 - x.clamp(-1, 1).acos() / math.pi) ** hash_code_len[h]
+            weights = weights * factor
             out[b, h] = weights @ v
             if normalization == "sum":
                 out[b, h] /= weights.sum(-1, keepdim=True)
@@ -477,13 +493,12 @@ def dense(query, key, value, key_mask, hash_code_len, normalization, similarity)
     return out
 
 
-@pytest.mark.parametrize("similarity", ["cosine", "dot_product"])
 @pytest.mark.parametrize("normalization", ["l2", "sum", None])
 @pytest.mark.parametrize("rows", [25, 20])
-def test_similarity_and_lengths_by_head_are_as_defined(similarity, normalization, rows):
+def test_lengths_by_head_are_as_defined(normalization, rows):
     query, key, value = inputs(N=rows, D=10)
     key_mask = torch.rand(2, 25) > 0.3
-    options = {"hash_code_len": [4, 9, 20], "normalization": normalization, "similarity": similarity}
+    options = {"hash_code_len": [4, 9, 20], "normalization": normalization}
     result = yoso_attention(query, key, value, key_mask, expectation=True, **options)
     torch.testing.assert_close(result.double(), dense(query, key, value, key_mask, **options), rtol=1e-4, atol=1e-6)
     weights = attention_weights(query, key, key_mask, **options)
@@ -491,10 +506,72 @@ def test_similarity_and_lengths_by_head_are_as_defined(similarity, normalization
         torch.testing.assert_close(weights @ value, result, rtol=1e-4, atol=5e-6)
 
 
-@pytest.mark.parametrize("similarity", ["cosine", "dot_product"])
-def test_sampling_with_lengths_by_head_has_the_expectation_as_its_mean(similarity):
+# the largest dot products are some 7 of sqrt(D), and with a longer factor beyond what the kernel can follow
+@pytest.mark.parametrize("longer", [1, 4])
+@pytest.mark.parametrize("rows", [25, 20])
+@pytest.mark.parametrize("scale", [None, 0.2])
+def test_softmax_weights_are_as_defined(longer, rows, scale):
+    query, key, value = inputs(N=rows, D=10)
+    # what all have in common, as in trained models
+    query, key = query * longer + torch.randn(10), key * longer + torch.randn(10)
+    key_mask = torch.rand(2, 25) > 0.3
+    options = {"hash_code_len": [4, 9, 20], "normalization": "sum", "similarity": "softmax", "scale": scale}
+    result = yoso_attention(query, key, value, key_mask, expectation=True, **options)
+    expected = dense(query, key, value, key_mask, **options)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-3, atol=1e-4)
+    weights = attention_weights(query, key, key_mask, **options)
+    torch.testing.assert_close((weights @ value).double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_softmax_where_every_key_is_heavy_takes_the_expectation_of_cosines():
+    query, key, value = inputs(N=25, D=10)
+    query, key = query + torch.randn(10), key + torch.randn(10)
+    key_mask = torch.rand(2, 25) > 0.3
+    options = {"hash_code_len": [4, 9, 14], "normalization": "sum", "similarity": "softmax"}
+    result = yoso_attention(query, key, value, key_mask, num_hash=2, **options)
+    expected = dense(query, key, value, key_mask, **options, power=None)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("local_window", [0, 2])
+def test_samples_of_softmax_come_to_the_expectation_of_cosines(monkeypatch, local_window):
+    """Heavy keys exact, the others in the mean: an error that falls with m, and is small where there are many."""
+    monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", 3)
+    query, key, value = inputs(B=2, N=40, M=40, D=8)
+    query, key = query + torch.randn(8), key + torch.randn(8)
+    key_mask = torch.rand(2, 40) > 0.2
+    options = {"hash_code_len": [2, 4, 3], "normalization": "sum", "similarity": "softmax"}
+    expected = dense(query, key, value, key_mask, **options, power=None)
+    errors = []
+    for num_hash in (100, 10_000):
+        out = yoso_attention(query, key, value, key_mask, num_hash=num_hash, local_window=local_window, **options)
+        errors.append((out - expected).norm() / expected.norm())
+    # a tenth, by the square root of a hundred
+    assert errors[1] < 0.2 * errors[0]
+    assert errors[1] < 0.02
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "softmax"])
+def test_a_key_like_many_queries_is_where_softmax_has_it(similarity):
+    """A key that most queries attend to is missed by samples of cosines, and kept by those of similarity="softmax"."""
+    query, key, value = inputs(B=1, H=2, N=500, M=500, D=16)
+    # exp(7) times the weight of another key, half of the total
+    query[..., 0] += 4
+    key[:, :, 100, 0] += 6.5
+    softmax = (query @ key.transpose(-1, -2) / 4).softmax(-1) @ value
+    options = {"hash_code_len": 8, "num_hash": 64, "normalization": "sum", "similarity": similarity}
+    error = (yoso_attention(query, key, value, **options) - softmax).norm() / softmax.norm()
+    exact = (yoso_attention(query, key, value, expectation=True, **options) - softmax).norm() / softmax.norm()
+    if similarity == "softmax":
+        assert error < 0.3
+        assert exact < 0.05
+    else:
+        assert min(error, exact) > 0.6
+
+
+def test_sampling_with_lengths_by_head_has_the_expectation_as_its_mean():
     query, key, value = inputs(B=1, N=12, M=12, D=6, Dv=4)
-    options = {"hash_code_len": [2, 5, 3], "similarity": similarity, "normalization": None}
+    options = {"hash_code_len": [2, 5, 3], "normalization": None}
     exact = yoso_attention(query, key, value, expectation=True, **options)
     direction = torch.randn_like(exact)
     torch.manual_seed(2)
@@ -520,15 +597,17 @@ def test_a_heads_shorter_codes_are_the_first_bits_of_the_longer_ones(kind):
     torch.testing.assert_close(together, torch.cat(one_by_one, dim=1), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("hash_code_len", [5, [3, 18]])
-def test_dot_product_gradients_are_those_of_the_definition(hash_code_len):
+@BOTH
+@pytest.mark.parametrize("hash_code_len", [5, [3, 14]])
+def test_softmax_gradients_are_those_of_the_definition(hash_code_len, expectation):
+    """With samples too, where every key is heavy, and so nothing random."""
     query, key, value = (x.requires_grad_() for x in inputs(B=2, H=2, N=7, M=7, D=4, Dv=3, dtype=torch.float64))
     key_mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
 
     def function(*arguments):
         out = yoso_attention(
-            *arguments, key_mask, hash_code_len=hash_code_len, similarity="dot_product", normalization="sum",
-            expectation=True, backward="exact",
+            *arguments, key_mask, hash_code_len=hash_code_len, similarity="softmax", normalization="sum",
+            expectation=expectation, num_hash=2,
         )  # fmt: skip
         return out * key_mask[:, None, :, None]
 
@@ -536,33 +615,37 @@ def test_dot_product_gradients_are_those_of_the_definition(hash_code_len):
 
 
 @BOTH
-def test_dot_product_of_equal_or_zero_vectors_is_finite(expectation):
+def test_softmax_of_equal_or_zero_vectors_is_finite(expectation):
     for query, key in ((torch.zeros(1, 2, 5, 4), torch.ones(1, 2, 5, 4)), (torch.ones(1, 2, 5, 4),) * 2):
         arguments = [x.clone().requires_grad_() for x in (query, key, torch.randn(1, 2, 5, 3))]
-        out = yoso_attention(*arguments, similarity="dot_product", normalization="sum", expectation=expectation)
+        out = yoso_attention(*arguments, similarity="softmax", normalization="sum", expectation=expectation)
         out.square().sum().backward()
-        assert out.isfinite().all()
+        torch.testing.assert_close(out, arguments[2].mean(2, keepdim=True).expand_as(out))
         assert all(x.grad.isfinite().all() for x in arguments)
 
 
-def test_dot_product_comes_closer_to_softmax_than_the_cosine():
-    """Vectors of very different lengths, as trained models have them."""
+@BOTH
+def test_softmax_of_masked_rows_alone_is_zero(expectation):
+    tensors = [x.requires_grad_() for x in inputs(N=25)]
+    key_mask = torch.tensor([[True] * 25, [False] * 25])
+    out = yoso_attention(*tensors, key_mask, similarity="softmax", normalization="sum", expectation=expectation)
+    assert not out[1].any()
+    for gradient in torch.autograd.grad(out.square().sum(), tensors):
+        assert gradient.isfinite().all()
+        assert not gradient[1].any()
+
+
+def test_the_exact_kernel_is_close_to_softmax():
+    """Vectors of very different lengths, with much in common, as trained models have them."""
     query, key, value = inputs(B=1, H=1, N=200, M=200, D=16)
-    query, key = (x * torch.rand(1, 1, 200, 1) * 2 for x in (query, key))
-    softmax = (query @ key.transpose(-1, -2) / 4).softmax(-1) @ value
-    errors = {
-        similarity: min(
-            (
-                yoso_attention(
-                    query, key, value, hash_code_len=[t], expectation=True, normalization="sum", similarity=similarity
-                )
-                - softmax
-            ).norm()
-            for t in range(1, 33)
-        )
-        for similarity in ("cosine", "dot_product")
-    }
-    assert errors["dot_product"] < 0.7 * errors["cosine"]
+    query, key = (x * torch.rand(1, 1, 200, 1) + torch.randn(16) for x in (query, key))
+    for scale in (None, 0.1):
+        softmax = (query @ key.transpose(-1, -2) * (scale or 1 / 4)).softmax(-1) @ value
+        options = {"expectation": True, "normalization": "sum"}
+        out = yoso_attention(query, key, value, similarity="softmax", scale=scale, **options)
+        assert (out - softmax).norm() < 0.05 * softmax.norm()
+        cosines = (yoso_attention(query, key, value, hash_code_len=t, **options) for t in range(1, 33))
+        assert min((other - softmax).norm() for other in cosines) > 3 * (out - softmax).norm()
 
 
 @BOTH
@@ -653,7 +736,9 @@ def test_float16_holds_rows_whose_sum_it_does_not(scale):
 
 
 @pytest.mark.parametrize("expectation", [False, True])
-def test_masked_keys_may_hold_anything_with_dot_products(expectation):
+@pytest.mark.parametrize("heavy", [64, 4])
+def test_masked_keys_may_hold_anything_with_softmax(monkeypatch, heavy, expectation):
+    monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", heavy)
     query, key, value = inputs(N=20, M=20)
     mask = torch.arange(20).expand(2, 20) < 15
     found = []
@@ -662,22 +747,21 @@ def test_masked_keys_may_hold_anything_with_dot_products(expectation):
         with torch.no_grad():
             for x in tensors[1:]:
                 x[:, :, 15:] = anything
-        functions = HashFunctions.seeded(0, 0, 3, 18, 8, 4)
-        options = {"expectation": expectation, "hash_functions": functions, "similarity": "dot_product"}
-        out = yoso_attention(*tensors, mask, **options)
+        functions = HashFunctions.seeded(0, 0, 3, 16, 8, 4)
+        options = {"expectation": expectation, "hash_functions": functions, "similarity": "softmax"}
+        out = yoso_attention(*tensors, mask, normalization="sum", **options)
         found.append([out, *(x[:, :, :15] for x in torch.autograd.grad(out.sum(), tensors))])
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("M", [3, 100])
-def test_equal_keys_have_dot_products_without_a_gradient(M):
+def test_equal_keys_have_no_gradient_with_softmax(M):
     """What rounding leaves of them must not become a direction."""
     query, key, value = inputs(M=M)
     key = key[:, :, :1].expand_as(key).clone().requires_grad_()
-    out = yoso_attention(query, key, value, expectation=True, similarity="dot_product", normalization=None)
-    # all cosines are zero
-    torch.testing.assert_close(out, value.sum(2, keepdim=True).expand_as(out) * 0.5**9, rtol=1e-5, atol=1e-6)
+    out = yoso_attention(query, key, value, expectation=True, similarity="softmax", normalization="sum")
+    torch.testing.assert_close(out, value.mean(2, keepdim=True).expand_as(out), rtol=1e-5, atol=1e-6)
     assert not torch.autograd.grad(out.sum(), key)[0].any()
 
 

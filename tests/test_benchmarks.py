@@ -355,7 +355,7 @@ def test_embeddings_are_compared_with_those_of_softmax(tmp_path, run_here):
     ]
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    settings = ["softmax", "exact, cosine, tau 9", "exact, dot product, tau fitted", "sampled, cosine, tau 9, m 32"]
+    settings = ["softmax", "exact, cosine, tau 9", "exact, cosine, tau fitted", "sampled, cosine, tau 9, m 32"]
     files = [
         "--validation_file",
         str(file),
@@ -384,7 +384,7 @@ def test_embeddings_are_compared_with_those_of_softmax(tmp_path, run_here):
     cosine = (embeddings["softmax"] * embeddings[settings[1]]).sum(-1).mean().item()
     assert abs(rows[settings[1]]["cosine_to_softmax"] - cosine) < 1e-4 < 1 - cosine
     assert abs(rows["softmax"]["cosine_to_softmax"] - 1) < 1e-5
-    fitted = rows["exact, dot product, tau fitted"]
+    fitted = rows["exact, cosine, tau fitted"]
     assert fitted["cosine_to_softmax"] > rows[settings[1]]["cosine_to_softmax"]
     assert [len(layer) for layer in fitted["hash_code_len"]] == [4, 4]
     assert {(row["length"], row["setting"]) for row in result["rows"] if "ms" in row} == {

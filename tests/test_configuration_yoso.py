@@ -88,7 +88,7 @@ def test_round_trip(use_expectation, tmp_path):
         ({"hash_code_len": [[9] * 12] * 11}, "hash_code_len", "one number or 12 lists of 12"),
         ({"hash_code_len": [[9] * 12] * 11 + [[9]]}, "hash_code_len", "one number or 12 lists of 12"),
         ({"normalization": "softmax"}, "normalization", "'sum'"),
-        ({"similarity": "euclidean"}, "similarity", "'dot_product'"),
+        ({"similarity": "euclidean"}, "similarity", "'softmax'"),
         ({"local_window": -1}, "local_window", "at least 0"),
         ({"num_hash": 0}, "num_hash", "at least 1"),
         ({"num_hash": -3}, "num_hash", "at least 1"),

@@ -386,9 +386,6 @@ class Recorder:
             return compute(*args)
 
         monkeypatch.setattr(attention_interface, "yoso_from_settings", yoso_from_settings)
-        # the kernel that the oracle computes, which test_attention_interface.py compares with the default
-        settings = attention_interface.SETTINGS | {"yoso_use_expectation": True}
-        monkeypatch.setattr(attention_interface, "EXACT_SETTINGS", settings)
         monkeypatch.setattr(attention_interface.logger, "warning_once", self.warnings.append)
 
     def __call__(self, *args, **kwargs):

@@ -15,7 +15,7 @@ from transformers import (
 from transformers.trainer_callback import TrainerState
 
 from yoso_hf import YosoConfig, YosoForMaskedLM, YosoModel
-from yoso_hf.attention_interface import EXACT_SETTINGS, SETTINGS
+from yoso_hf.attention_interface import SETTINGS
 from yoso_hf.training import (
     check_attention,
     describe_run,
@@ -335,7 +335,7 @@ def test_settings_of_yoso_stay_with_a_model_of_another_type(tmp_path):
     for attention, key in (("yoso_expectation", "yoso_num_hash=7"), ("yoso", "yoso_use_expectation=true")):
         new = override_config(BertConfig.from_pretrained(original), key)
         exact = load_pretrained(AutoModelForMaskedLM, original, new, attn_implementation=attention)
-        expected = {**EXACT_SETTINGS, "yoso_num_hash": exact.config.yoso_num_hash}
+        expected = {**SETTINGS, "yoso_num_hash": exact.config.yoso_num_hash, "yoso_use_expectation": True}
         assert {name: getattr(exact.config, name) for name in SETTINGS} == expected
 
     # chosen again without being named, and left when another attention is

@@ -15,9 +15,15 @@ from .ops import compiled_backends, expectation_attention, local_attention, samp
 HAS_CUDA_KERNELS = "cuda" in compiled_backends()
 
 NORMALIZATIONS = ("l2", "sum", None)
-SIMILARITIES = ("cosine", "dot_product")
+SIMILARITIES = ("cosine", "softmax")
 BACKWARDS = ("sampled", "expectation", "exact")
 EXPECTATIONS = (True, False, "auto")
+
+# Of similarity="softmax". The exact kernel follows exp the further the higher its power.
+SOFTMAX_POWER = MAX_EXACT_HASH_CODE_LEN
+# Keys of the largest weight, which are not sampled: a few have half of it or more, and hardly ever collide. By the
+# error of real heads that samples leave, 64 are little better than 16, and 128 than 64.
+NUM_HEAVY_KEYS = 64
 
 # The length, for each hash function, at which the exact kernel takes as long as the sampled one. Measured by
 #     python benchmarks/bench_attention.py --groups lengths --lengths 256 320 384 512 --output crossing.json
@@ -70,8 +76,9 @@ def yoso_attention(
     hash_functions: HashFunctions | None = None,
     normalization: Literal["l2", "sum"] | None = "l2",
     backward: Literal["sampled", "expectation", "exact"] = "sampled",
-    similarity: Literal["cosine", "dot_product"] = "cosine",
+    similarity: Literal["cosine", "softmax"] = "cosine",
     local_window: int = 0,
+    scale: float | None = None,
 ) -> Tensor:
     """Attention whose weights are collisions of random hash codes, linear in the sequence length (Zeng et al., 2021).
 
@@ -101,11 +108,14 @@ def yoso_attention(
             with p sampled, linear in time; "expectation": the same bound with p exact, O(N M);
             "exact": the true derivative, only with expectation=True. With expectation=True nothing is sampled, and
             "sampled" means "expectation". The gradient of value is always the true one.
-        similarity: what x is. "cosine": the cosine of query and key. "dot_product": the dot product of query and
-            key, as in softmax attention, less the mean of the query's dot products with all keys, over the product
-            of the largest lengths among queries and (centred) keys: vectors get a coordinate more each, which
-            makes them equally long. With N = M, masked positions do not count as queries either. All x
-            are closer to 0, so that the same sharpness takes a higher hash_code_len, and more samples.
+        similarity: "cosine": the weights above. "softmax": weights that stand in for those of softmax attention,
+            exp(scale query . key). Queries and keys are taken less their means over the sequence, as softmax
+            does not notice what all keys share, and what the queries share is a weight of each key,
+            exp(scale mean of queries . key). That one is exact; the kernel stands for what is left. Where the
+            expectation is computed, x is the dot product, in the scale in which the kernel's power 32 is closest to
+            exp, hash_code_len has no effect, and backward is "exact". Where sampled, x is the cosine, and the
+            64 keys of the largest weight get their expectation. Needs normalization="sum". With N = M, masked
+            positions do not count as queries either.
         local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are
             sampled: the same expectation with less noise, at a cost of O(N local_window). Needs N = M. 0: none, not
             even a position with itself. Nothing changes where the expectation is computed.
@@ -117,11 +127,9 @@ def yoso_attention(
         ValueError: an argument out of range, or shapes, dtypes or devices that do not fit; the message names it.
         NotImplementedError: query, key or value has a tangent, as in torch.func.jvp.
     """
-    _check(query, key, value, key_mask, normalization, backward, expectation, similarity, local_window)
+    _check(query, key, value, key_mask, normalization, backward, expectation, similarity, local_window, scale)
     _refuse_tangents(query, key, value)
     heads, head_dim = query.shape[1], query.shape[3]
-    if similarity == "dot_product":
-        head_dim += 2
     if hash_functions is not None:
         _check_hash_functions(hash_functions, query, head_dim)
         num_hash = hash_functions.num_hash
@@ -135,8 +143,12 @@ def yoso_attention(
     out_dtype = value.dtype
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if similarity == "dot_product":
-        query, key = _equally_long(query, key, key_mask)
+    key_weight = None
+    if similarity == "softmax":
+        query, key, key_weight = _centred(query, key, key_mask, scale)
+        if expectation:
+            query, key = _on_sphere(query, key, key_mask, scale or head_dim**-0.5)
+            hash_code_len, backward = SOFTMAX_POWER, "exact"
     # sums of many values, or of small weights, leave float16's range; CUDA's kernels scale them before they round
     scaled_late = normalization == "sum" or (normalization == "l2" and not (query.is_cuda and HAS_CUDA_KERNELS))
     if dtype == torch.float16 and (scaled_late or (local_window > 0 and not expectation)):
@@ -146,15 +158,21 @@ def yoso_attention(
         zeros = value.new_zeros(*value.shape[:-1], -(value.shape[3] + 1) % 8)
         columns, value = value.shape[3], torch.cat([value, zeros, value.new_ones(*value.shape[:-1], 1)], dim=-1)
     unit = normalization == "l2"
-    if expectation and key_mask is not None:
+    if key_weight is not None:
+        value = value * key_weight.to(value.dtype)
+    if (expectation or key_weight is not None) and key_mask is not None:
         # a zero value adds nothing, and a zero key gets no gradient
         masked = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(masked, 0), value.masked_fill(masked, 0)
 
-    def of_heads(query: Tensor, key: Tensor, value: Tensor, hash_code_len: int, functions: HashFunctions | None):
+    tensors = (query, key, value)
+    if key_weight is not None and not expectation:
+        tensors = (query, *_without_heavy(key, value, key_weight))
+
+    def of_heads(hash_code_len: int, functions: HashFunctions | None, query, key, value, *heavy: Tensor) -> Tensor:
+        exact_attention = expectation_attention_graph if torch.onnx.is_in_onnx_export() else expectation_attention
         if expectation:
-            attend = expectation_attention_graph if torch.onnx.is_in_onnx_export() else expectation_attention
-            out, _ = attend(query, key, value, hash_code_len, backward == "exact", unit)
+            out, _ = exact_attention(query, key, value, hash_code_len, backward == "exact", unit)
             return out
         if functions is None:
             sizes = (query.shape[1], head_dim, num_hash, hash_code_len)
@@ -164,6 +182,8 @@ def yoso_attention(
         exact_sum, scaled = backward == "expectation", unit and local_window == 0
         attend = sampled_attention_graph if torch.onnx.is_in_onnx_export() else sampled_attention
         out, _ = attend(query, key, value, query_codes, key_codes, hash_code_len, exact_sum, scaled)
+        if heavy:
+            out = out + exact_attention(query, *heavy, hash_code_len, True, unit)[0]
         if local_window > 0:
             if exact_sum:
                 # their gradient is the exact sum over all pairs already
@@ -174,14 +194,14 @@ def yoso_attention(
         return out
 
     if isinstance(hash_code_len, int):
-        out = of_heads(query, key, value, hash_code_len, hash_functions)
+        out = of_heads(hash_code_len, hash_functions, *tensors)
     else:
         # heads of the same length together
         order, outs = [], []
         for length in sorted(set(hash_code_len)):
             chosen = [head for head in range(heads) if hash_code_len[head] == length]
             functions = None if hash_functions is None else hash_functions.part(chosen, length)
-            outs.append(of_heads(query[:, chosen], key[:, chosen], value[:, chosen], length, functions))
+            outs.append(of_heads(length, functions, *(x[:, chosen] for x in tensors)))
             order += chosen
         out = torch.cat(outs, dim=1)[:, [order.index(head) for head in range(heads)]]
     if normalization == "sum":
@@ -197,24 +217,30 @@ def attention_weights(
     *,
     hash_code_len: int | list[int] | tuple[int, ...] = 9,
     normalization: Literal["l2", "sum"] | None = "l2",
-    similarity: Literal["cosine", "dot_product"] = "cosine",
+    similarity: Literal["cosine", "softmax"] = "cosine",
+    scale: float | None = None,
 ) -> Tensor:
     """The weights of yoso_attention with expectation=True, whole: for looking at, not for computing with.
 
     Args:
-        query, key, key_mask, hash_code_len, similarity: as for yoso_attention.
+        query, key, key_mask, hash_code_len, similarity, scale: as for yoso_attention.
         normalization: "sum": rows add up to one; else the kernel's values.
 
     Returns:
         [B, H, N, M], in query's dtype.
     """
-    if similarity == "dot_product":
-        query, key = _equally_long(query, key, key_mask)
+    key_weight = None
+    if similarity == "softmax":
+        query, key, key_weight = _centred(query, key, key_mask, scale)
+        query, key = _on_sphere(query, key, key_mask, scale or query.shape[3] ** -0.5)
+        hash_code_len = SOFTMAX_POWER
     power = torch.as_tensor(hash_code_len, device=query.device).view(-1, 1, 1)
     wide = torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
         cosine = F.normalize(query.to(wide), dim=-1) @ F.normalize(key.to(wide), dim=-1).transpose(-1, -2)
     weights = (1 - torch.acos(cosine.clamp(-1, 1)) / math.pi) ** power
+    if key_weight is not None:
+        weights = weights * key_weight.transpose(-1, -2)
     if key_mask is not None:
         weights = weights.masked_fill(~key_mask[:, None, None], 0)
     if normalization == "sum":
@@ -223,39 +249,80 @@ def attention_weights(
     return weights.to(query.dtype)
 
 
-def _equally_long(query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Queries and centred keys with two columns more, so that cosines are dot products over a constant."""
+def _centred(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys less their means, and the weights of keys, at most 1, [B, H, M, 1] in float32 or wider.
+
+    With a bar for means, exp(q.k) = exp(q.k_bar) exp(q_bar.(k - k_bar)) exp((q - q_bar).(k - k_bar)). The first factor
+    is the same for all keys of a query, the second is the weight.
+    """
     dtype = query.dtype
     real_keys = None if key_mask is None else key_mask[:, None, :, None]
     real_queries = real_keys if query.shape[2] == key.shape[2] else None
     query, key = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key))
-    # softmax does not notice a vector taken from all keys, and shorter keys are further apart
-    if real_keys is None:
-        mean = key.mean(2, keepdim=True)
-        key = key - mean
+    query, query_mean = _less_mean(query, real_queries)
+    key, _ = _less_mean(key, real_keys)
+    logarithm = (key * query_mean).sum(-1, keepdim=True) * (scale or query.shape[3] ** -0.5)
+    if real_keys is not None:
+        logarithm = logarithm.masked_fill(~real_keys, torch.finfo(logarithm.dtype).min)
+    if key.shape[2] > 0:
+        logarithm = logarithm - logarithm.detach().amax(2, keepdim=True)
+    return query.to(dtype), key.to(dtype), logarithm.exp()
+
+
+def _less_mean(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    if real is None:
+        mean = x.sum(2, keepdim=True) / max(x.shape[2], 1)
+        centred = x - mean
     else:
-        # masked keys may hold anything
-        key = key.masked_fill(~real_keys, 0)
-        mean = key.sum(2, keepdim=True) / real_keys.sum(2, keepdim=True).clamp(min=1)
-        key = (key - mean).masked_fill(~real_keys, 0)
-    # what is left of equal keys is rounding, and would point anywhere
-    rounding = 16 * torch.finfo(key.dtype).eps * mean.abs().amax(-1, keepdim=True)
-    key = key * (key.abs() > rounding).any(-1, keepdim=True).any(2, keepdim=True)
-    missing_query, missing_key = _missing_length(query, real_queries), _missing_length(key, real_keys)
+        # masked rows may hold anything
+        x = x.masked_fill(~real, 0)
+        mean = x.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)
+        centred = (x - mean).masked_fill(~real, 0)
+    # what is left of equal rows is rounding, and would point anywhere
+    rounding = 16 * torch.finfo(x.dtype).eps * mean.abs().amax(-1, keepdim=True)
+    return centred * (centred.abs() > rounding).any(-1, keepdim=True).any(2, keepdim=True), mean
+
+
+def _on_sphere(query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Rows of length one, of two columns more, whose cosine x has the logarithm of the kernel grow as scale q.k.
+
+    That of (1 - acos(x) / pi)^tau has the slope 2 tau / pi at 0. Where x would leave [-1, 1], it grows less.
+    """
+    dtype = query.dtype
+    real_keys = None if key_mask is None else key_mask[:, None, :, None]
+    real_queries = real_keys if query.shape[2] == key.shape[2] else None
+    query, key = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key))
+    query_length, key_length = _longest(query, real_queries), _longest(key, real_keys)
+    largest = (query_length * key_length * scale * math.pi / (2 * SOFTMAX_POWER)).clamp(max=1).sqrt()
+    query, key = (x / torch.where(y > 0, y, 1) * largest for x, y in ((query, query_length), (key, key_length)))
+    missing_query, missing_key = _missing_length(query), _missing_length(key)
     query = torch.cat([query, missing_query, torch.zeros_like(missing_query)], dim=-1)
     key = torch.cat([key, torch.zeros_like(missing_key), missing_key], dim=-1)
     return query.to(dtype), key.to(dtype)
 
 
-def _missing_length(x: Tensor, real: Tensor | None) -> Tensor:
-    square = x.square().sum(-1, keepdim=True)
+def _longest(x: Tensor, real: Tensor | None) -> Tensor:
     if x.shape[2] == 0:
-        return square
-    longest = (square if real is None else square.masked_fill(~real, 0)).amax(2, keepdim=True)
-    missing = longest - square
+        return x.new_zeros(*x.shape[:2], 1, 1)
+    # a scale, without a gradient
+    length = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True)
+    return (length if real is None else length.masked_fill(~real, 0)).amax(2, keepdim=True)
+
+
+def _missing_length(x: Tensor) -> Tensor:
+    missing = 1 - x.square().sum(-1, keepdim=True)
     positive = missing > 0
     # two steps, because the slope of a square root at zero would be 0 * inf
     return torch.where(positive, missing, 1).sqrt() * positive
+
+
+def _without_heavy(key: Tensor, value: Tensor, key_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values without those of the heaviest keys, and the heaviest keys and values."""
+    index = key_weight.topk(min(NUM_HEAVY_KEYS, key.shape[2]), dim=2).indices
+    of_key, of_value = (index.expand(-1, -1, -1, x.shape[3]) for x in (key, value))
+    return key, value.scatter(2, of_value, 0), key.gather(2, of_key), value.gather(2, of_value)
 
 
 def _divide(out: Tensor, total: Tensor) -> Tensor:
@@ -277,7 +344,7 @@ def _refuse_tangents(*tensors: Tensor) -> None:
         raise NotImplementedError("YOSO attention has no forward-mode derivatives, as torch.func.jvp and jacfwd take")
 
 
-def _check(query, key, value, key_mask, normalization, backward, expectation, similarity, local_window) -> None:
+def _check(query, key, value, key_mask, normalization, backward, expectation, similarity, local_window, scale) -> None:
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if tensor.dim() != 4:
@@ -314,6 +381,12 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
         raise ValueError(f"expectation must be one of {EXPECTATIONS}, got {expectation!r}")
     if similarity not in SIMILARITIES:
         raise ValueError(f"similarity must be one of {SIMILARITIES}, got {similarity!r}")
+    if similarity == "softmax" and normalization != "sum":
+        raise ValueError(f'similarity="softmax" needs normalization="sum", as softmax has it, got {normalization!r}')
+    if scale is not None and (similarity != "softmax" or not scale > 0):
+        raise ValueError(
+            f'scale must be None, or above 0 with similarity="softmax", got {scale!r} with {similarity!r}'
+        )
     if backward == "exact" and expectation in (False, "auto"):
         raise ValueError(
             f'backward="exact" needs expectation=True, got {expectation!r}: a sampled collision has no derivative'
@@ -346,7 +419,7 @@ def _check_hash_functions(functions: HashFunctions, query: Tensor, head_dim: int
     if (heads, functions.head_dim) != (query.shape[1], head_dim):
         raise ValueError(
             f"hash_functions are for {heads} heads of {functions.head_dim}, "
-            f'but query has {query.shape[1]} heads of {query.shape[3]} (two more with similarity="dot_product")'
+            f"but query has {query.shape[1]} heads of {query.shape[3]}"
         )
     if functions.parameters.device != query.device:
         raise ValueError(

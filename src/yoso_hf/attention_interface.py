@@ -32,19 +32,13 @@ OTHER_TOKENS = {"key_value_states", "encoder_hidden_states", "cross_attention_st
 # the keys of a model's configuration that hold settings, and what they are where it does not have them
 SETTINGS = {
     "yoso_num_hash": 64,
-    "yoso_hash_code_len": 10,
+    "yoso_hash_code_len": 8,
     "yoso_normalization": "sum",
-    "yoso_similarity": "cosine",
+    "yoso_similarity": "softmax",
     "yoso_local_window": 0,
     "yoso_backward": "sampled",
     "yoso_use_expectation": "auto",
     "yoso_hash_seed": 0,
-}
-# the same where nothing is ever sampled: closer to softmax, but in samples a kernel this sharp is noise
-EXACT_SETTINGS = SETTINGS | {
-    "yoso_hash_code_len": 20,
-    "yoso_similarity": "dot_product",
-    "yoso_use_expectation": True,
 }
 
 
@@ -52,12 +46,10 @@ def read_settings(config: PretrainedConfig, exact: bool = False) -> dict:
     """The settings of a configuration, by the names of SETTINGS.
 
     Args:
-        config: its keys replace EXACT_SETTINGS where its yoso_use_expectation is True, and SETTINGS elsewhere.
+        config: its keys replace those of SETTINGS.
         exact: take yoso_use_expectation for True.
     """
-    exact = exact or getattr(config, "yoso_use_expectation", None) is True
-    defaults = EXACT_SETTINGS if exact else SETTINGS
-    settings = {name: getattr(config, name, default) for name, default in defaults.items()}
+    settings = {name: getattr(config, name, default) for name, default in SETTINGS.items()}
     return settings | {"yoso_use_expectation": True} if exact else settings
 
 
@@ -184,8 +176,8 @@ def yoso_attention_forward(
         value: [B, Hk, N, D].
         attention_mask: [B, 1, 1, N], bool, True for a real token, or floating point, 0 for a real token; None: all are
             real.
-        **kwargs: what else the model passes. Dropout and scaling are not used: YOSO has no attention dropout, and
-            its weights depend on angles.
+        **kwargs: what else the model passes. Dropout is not used, as YOSO has none; scaling is, by
+            yoso_similarity="softmax".
 
     Returns:
         The output [B, N, H, D], and None in place of weights.
@@ -214,11 +206,18 @@ def _attention(module, query, key, value, attention_mask, exact, **kwargs) -> tu
     _refuse(UNSUPPORTED, module, kwargs)
     # not of a layer that keeps its softmax: a decoder may have more of them than the settings are for
     settings = attention_settings(module, exact)
-    return yoso_from_settings(module, query, key, value, key_mask_of(attention_mask), settings), None
+    key_mask, scale = key_mask_of(attention_mask), kwargs.get("scaling")
+    return yoso_from_settings(module, query, key, value, key_mask, settings, scale), None
 
 
 def yoso_from_settings(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, settings: dict
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    settings: dict,
+    scale: float | None,
 ) -> Tensor:
     """YOSO attention with the settings of attention_settings; shapes as for yoso_attention_forward."""
     groups = getattr(module, "num_key_value_groups", 1)
@@ -237,6 +236,7 @@ def yoso_from_settings(
         backward=settings["backward"],
         similarity=settings["similarity"],
         local_window=settings["local_window"],
+        scale=scale if settings["similarity"] == "softmax" else None,
     )
     return out.transpose(1, 2).contiguous()
 
@@ -247,8 +247,7 @@ def _hash_functions(module: nn.Module, query: Tensor, settings: dict) -> HashFun
         return None
     lengths = settings["hash_code_len"]
     longest = max(lengths) if isinstance(lengths, (list, tuple)) else lengths
-    head_dim = query.shape[3] + (2 if settings["similarity"] == "dot_product" else 0)
-    sizes = (head_dim, settings["num_hash"], longest)
+    sizes = (query.shape[3], settings["num_hash"], longest)
     # layers that are not numbered share their hash functions
     layer_idx = getattr(module, "layer_idx", None) or 0
     parameters = _seeded_hash_parameters(seed, layer_idx, (query.shape[1], *sizes), query.device)

@@ -44,8 +44,8 @@ class YosoConfig(PreTrainedConfig):
         tie_word_embeddings: share the token embeddings with the language model's output layer.
         normalization: "l2": context vectors have length one, as in the paper; "sum": they are divided by the sum of
             their weights, as in softmax attention; None: neither.
-        similarity: "cosine": weights depend on the cosine of query and key, as in the paper; "dot_product": on their
-            dot product, as in softmax attention (see yoso_attention).
+        similarity: "cosine": weights depend on the cosine of query and key, as in the paper; "softmax": they stand in
+            for those of softmax attention (see yoso_attention), with normalization="sum".
         local_window: pairs of tokens at most so far apart get their exact weight where the others are sampled, >= 0.
         hash_seed: seed of the hash functions in eval mode, 0..2**32 - 1, drawn once for every layer; None:
             drawn afresh from torch's global generator at each call, as always in training.
@@ -82,7 +82,7 @@ class YosoConfig(PreTrainedConfig):
     add_cross_attention: bool = False
     tie_word_embeddings: bool = True
     normalization: Literal["l2", "sum"] | None = "l2"
-    similarity: Literal["cosine", "dot_product"] = "cosine"
+    similarity: Literal["cosine", "softmax"] = "cosine"
     local_window: int = 0
     hash_seed: int | None = 0
     sparse_prediction: bool = False
@@ -116,6 +116,8 @@ class YosoConfig(PreTrainedConfig):
         self._validate_hash_code_len()
         if self.conv_window is not None and (self.conv_window < 1 or self.conv_window % 2 == 0):
             raise ValueError(f"conv_window must be None or an odd positive number, got {self.conv_window}")
+        if self.similarity == "softmax" and self.normalization != "sum":
+            raise ValueError(f'similarity="softmax" needs normalization="sum", got {self.normalization!r}')
         if self.local_window < 0:
             raise ValueError(f"local_window must be at least 0, got {self.local_window}")
         if self.hash_seed is not None and not 0 <= self.hash_seed < 2**32:

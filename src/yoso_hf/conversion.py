@@ -31,8 +31,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from .attention import exact_is_cheaper
-from .attention_interface import EXACT_SETTINGS, SETTINGS, read_settings
+from .attention_interface import SETTINGS, read_settings
 from .configuration_yoso import YosoConfig
 from .fitting import fit_hash_code_len
 from .mlm import IGNORED, Masking
@@ -60,8 +59,6 @@ POSITION_METHODS = ("tile", "interpolate")
 # what a softmax model's attention becomes unless the caller says otherwise: what attn_implementation="yoso" makes of
 # it, with a window that keeps near words from the noise of long texts; those that the original could take are exact
 SOFTMAX_ATTENTION = _of_yoso_config(SETTINGS) | {"local_window": 128}
-# the same where nothing is ever sampled: the longer the texts, the sharper the kernel that is close to softmax
-EXACT_SOFTMAX_ATTENTION = _of_yoso_config(EXACT_SETTINGS) | {"local_window": 128, "hash_code_len": 24}
 MASKED_SHARE = 0.15
 
 # by model type, what the names of its classes begin with
@@ -337,9 +334,7 @@ def convert_checkpoint(
         "local_window": local_window,
         "use_expectation": use_expectation,
     }
-    attention = {}
-    if read.is_softmax:
-        attention = EXACT_SOFTMAX_ATTENTION if use_expectation is True else SOFTMAX_ATTENTION
+    attention = SOFTMAX_ATTENTION if read.is_softmax else {}
     settings = read.settings | attention | {name: value for name, value in chosen.items() if value is not None}
     if is_file and tokenizer is not None:
         settings |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
@@ -349,7 +344,7 @@ def convert_checkpoint(
             raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model knows {vocab_size} (vocab_size)")
         tokenizer.model_max_length = length
     if fit_texts:
-        _fit(read, settings, length, (_tokenize(tokenizer, text, min(length, len(original))) for text in fit_texts))
+        _fit(read, settings, (_tokenize(tokenizer, text, min(length, len(original))) for text in fit_texts))
     config = YosoConfig(**settings, max_position_embeddings=length)
 
     model = read.target_class(config)
@@ -464,15 +459,12 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) ->
     return tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt")
 
 
-def _fit(read: _Source, settings: dict[str, Any], length: int, batches: Iterable[BatchEncoding]) -> None:
-    """Choose hash_code_len in settings, head by head, for texts of this length."""
+def _fit(read: _Source, settings: dict[str, Any], batches: Iterable[BatchEncoding]) -> None:
+    """Choose hash_code_len in settings, head by head."""
     if read.model is None or not read.is_softmax:
         raise ValueError(f"fit_texts need a softmax model of transformers, got {read.architecture}")
     shared = ("normalization", "similarity", "num_hash", "local_window", "use_expectation")
     attention = {name: settings[name] for name in shared}
-    if attention["use_expectation"] == "auto" and not exact_is_cheaper(length, length, settings["num_hash"]):
-        # these texts are as short as the original's and would be exact, those of the new length will be sampled
-        attention["use_expectation"] = False
     for name, value in attention.items():
         setattr(read.model.config, f"yoso_{name}", value)
     # without its head, which may take several texts at once (multiple choice)

@@ -8,21 +8,16 @@ from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import logging
 
-from .attention import EXACT_TOKENS_PER_HASH, exact_is_cheaper
 from .attention_interface import (
     attention_settings,
     is_delegated,
     key_mask_of,
     make_mask,
-    read_settings,
     takes_attention,
     yoso_from_settings,
 )
 from .hashing import MAX_EXACT_HASH_CODE_LEN, MAX_HASH_CODE_LEN
-
-logger = logging.get_logger(__name__)
 
 NAME = "yoso_fitting"
 
@@ -50,8 +45,6 @@ class _Errors:
     errors: dict[int, Tensor] = field(default_factory=dict)
     squares: dict[int, Tensor] = field(default_factory=dict)
     delegated: dict[int, list[int]] = field(default_factory=dict)
-    # tokens of the longest inputs
-    longest: int = 0
 
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -66,14 +59,19 @@ class _Errors:
                 self.delegated[layer] = [length] * query.shape[1] if isinstance(length, int) else length
             return out, None
         settings = attention_settings(module, exact)
-        self.longest = max(self.longest, query.shape[2])
         key_mask = key_mask_of(attention_mask)
         real = 1 if key_mask is None else key_mask[:, :, None, None]
         self._add(self.squares, layer, (out * real).square().sum((0, 1, 3)))
+        # of "auto" the samples, which are the harder to bring close
+        settings["use_expectation"] = settings["use_expectation"] is True
+        if settings["use_expectation"] and settings["similarity"] == "softmax":
+            raise ValueError(
+                'nothing to fit: with similarity "softmax" and use_expectation True, hash_code_len has no effect'
+            )
         errors = []
         for candidate in candidates(settings["use_expectation"]):
             settings["hash_code_len"] = [candidate] * query.shape[1]
-            approximation = yoso_from_settings(module, query, key, value, key_mask, settings)
+            approximation = yoso_from_settings(module, query, key, value, key_mask, settings, kwargs.get("scaling"))
             errors.append(((approximation - out) * real).square().sum((0, 1, 3)))
         self._add(self.errors, layer, torch.stack(errors))
         return out, None
@@ -85,24 +83,9 @@ class _Errors:
         sums[layer] = sums[layer] + what if layer in sums else what
 
 
-def candidates(use_expectation: bool | str) -> range:
+def candidates(use_expectation: bool) -> range:
     """The values of hash_code_len that are tried."""
-    return range(1, 1 + (MAX_EXACT_HASH_CODE_LEN if use_expectation is True else MAX_HASH_CODE_LEN))
-
-
-def _warn_of_short_inputs(config: PreTrainedConfig, length: int, exact: bool) -> None:
-    settings, limit = read_settings(config, exact), getattr(config, "max_position_embeddings", None) or 0
-    num_hash = settings["yoso_num_hash"]
-    if (
-        settings["yoso_use_expectation"] == "auto"
-        and exact_is_cheaper(length, length, num_hash)
-        and not exact_is_cheaper(limit, limit, num_hash)
-    ):
-        logger.warning(
-            f"The batches have at most {length} tokens, so hash_code_len was fitted to exact weights. The model takes "
-            f"{limit} tokens, and samples from {EXACT_TOKENS_PER_HASH * num_hash + 1} on, where so sharp a kernel is "
-            "noise: take batches as long as the texts that the model is for."
-        )
+    return range(1, 1 + (MAX_EXACT_HASH_CODE_LEN if use_expectation else MAX_HASH_CODE_LEN))
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -122,8 +105,8 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
     Every layer gets softmax's inputs. The attention that is compared is the one that the model would have with
     attn_implementation="yoso", or has with "yoso_expectation": the keys yoso_<name> of its configuration,
     yoso_hash_code_len excepted, decide its samples, so that where sampling is noisy, shorter codes are chosen, which
-    collide more often. Take inputs of the lengths that the model is meant for; where "auto" samples none of them, but
-    would sample the longest that the model takes, a warning says so.
+    collide more often. With yoso_use_expectation "auto" it is the attention of long inputs, which samples. Take inputs
+    of the lengths that the model is meant for.
 
     Args:
         model: an encoder that takes attn_implementation="yoso", trained with softmax attention. Its attention
@@ -134,8 +117,8 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
         The numbers of every layer and head, and the error that is left.
 
     Raises:
-        ValueError: no inputs, or other things than a model's inputs, or a model that does not take YOSO or does not
-            number its layers.
+        ValueError: no inputs, or other things than a model's inputs; a model that does not take YOSO or does not
+            number its layers; or nothing to fit, as similarity is "softmax" and nothing is sampled.
     """
     if not takes_attention(type(model)):
         raise ValueError(f"model must take another attn_implementation, got a {type(model).__name__}, which does not")
@@ -168,7 +151,6 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
         lengths[layer] = [1 + i for i in index.tolist()]
         squares = sums.squares[layer]
         error[layer] = torch.where(squares > 0, best / squares, 0).tolist()
-    _warn_of_short_inputs(model.config, sums.longest, before[id(model.config)] == "yoso_expectation")
     layers = sorted(lengths)
     return HashCodeLenFit([lengths[layer] for layer in layers], [error[layer] for layer in layers])
 

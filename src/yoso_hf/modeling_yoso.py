@@ -119,9 +119,8 @@ class YosoSelfAttention(nn.Module):
         return self
 
     def hash_sizes(self) -> tuple[int, int, int, int]:
-        head_dim = self.head_dim + (2 if self.similarity == "dot_product" else 0)
         longest = self.hash_code_len if isinstance(self.hash_code_len, int) else max(self.hash_code_len)
-        return self.num_heads, head_dim, self.num_hash, longest
+        return self.num_heads, self.head_dim, self.num_hash, longest
 
     def seeded_hash_parameters(self) -> Tensor:
         functions = HashFunctions.seeded(
