@@ -145,21 +145,24 @@ def yoso_attention(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     key_weight = None
     if similarity == "softmax":
-        query, key, key_weight = _centred(query, key, key_mask, scale)
+        scale = scale or head_dim**-0.5
+        query, key, key_weight = _centred(query, key, key_mask, scale, directions=not expectation)
         if expectation:
-            query, key = _on_sphere(query, key, key_mask, scale or head_dim**-0.5)
+            query, key = _on_sphere(query, key, scale)
             hash_code_len, backward = SOFTMAX_POWER, "exact"
+        query, key = query.to(dtype), key.to(dtype)
     # sums of many values, or of small weights, leave float16's range; CUDA's kernels scale them before they round
     scaled_late = normalization == "sum" or (normalization == "l2" and not (query.is_cuda and HAS_CUDA_KERNELS))
     if dtype == torch.float16 and (scaled_late or (local_window > 0 and not expectation)):
         query, key, value = query.float(), key.float(), value.float()
     if normalization == "sum":
         # the weights' sum is a column more; zeros before it keep rows aligned to 8 elements, as GPUs read them best
-        zeros = value.new_zeros(*value.shape[:-1], -(value.shape[3] + 1) % 8)
-        columns, value = value.shape[3], torch.cat([value, zeros, value.new_ones(*value.shape[:-1], 1)], dim=-1)
+        columns, weight = value.shape[3], value.new_ones(*value.shape[:-1], 1)
+        if key_weight is not None:
+            weight = key_weight.to(value.dtype)
+            value = value * weight
+        value = torch.cat([value, value.new_zeros(*value.shape[:-1], -(columns + 1) % 8), weight], dim=-1)
     unit = normalization == "l2"
-    if key_weight is not None:
-        value = value * key_weight.to(value.dtype)
     if (expectation or key_weight is not None) and key_mask is not None:
         # a zero value adds nothing, and a zero key gets no gradient
         masked = ~key_mask[:, None, :, None]
@@ -231,8 +234,9 @@ def attention_weights(
     """
     key_weight = None
     if similarity == "softmax":
-        query, key, key_weight = _centred(query, key, key_mask, scale)
-        query, key = _on_sphere(query, key, key_mask, scale or query.shape[3] ** -0.5)
+        scale = scale or query.shape[3] ** -0.5
+        query, key, key_weight = _centred(query, key, key_mask, scale, directions=False)
+        query, key = _on_sphere(query, key, scale)
         hash_code_len = SOFTMAX_POWER
     power = torch.as_tensor(hash_code_len, device=query.device).view(-1, 1, 1)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -250,28 +254,30 @@ def attention_weights(
 
 
 def _centred(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float | None
+    query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float, directions: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys less their means, and the weights of keys, at most 1, [B, H, M, 1] in float32 or wider.
+    """Queries and keys less their means, and the weights of keys, at most 1, [B, H, M, 1]; in float32 or wider.
+
+    What is left of equal rows is rounding. It becomes zero where only directions count, as it would point anywhere.
 
     With a bar for means, exp(q.k) = exp(q.k_bar) exp(q_bar.(k - k_bar)) exp((q - q_bar).(k - k_bar)). The first factor
     is the same for all keys of a query, the second is the weight.
     """
-    dtype = query.dtype
     real_keys = None if key_mask is None else key_mask[:, None, :, None]
+    # as many queries as keys are of the same tokens
     real_queries = real_keys if query.shape[2] == key.shape[2] else None
-    query, key = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key))
-    query, query_mean = _less_mean(query, real_queries)
-    key, _ = _less_mean(key, real_keys)
-    logarithm = (key * query_mean).sum(-1, keepdim=True) * (scale or query.shape[3] ** -0.5)
+    query, query_mean = _less_mean(query, real_queries, directions)
+    key, _ = _less_mean(key, real_keys, directions)
+    logarithm = (key * query_mean).sum(-1, keepdim=True) * scale
     if real_keys is not None:
         logarithm = logarithm.masked_fill(~real_keys, torch.finfo(logarithm.dtype).min)
     if key.shape[2] > 0:
         logarithm = logarithm - logarithm.detach().amax(2, keepdim=True)
-    return query.to(dtype), key.to(dtype), logarithm.exp()
+    return query, key, logarithm.exp()
 
 
-def _less_mean(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+def _less_mean(x: Tensor, real: Tensor | None, directions: bool) -> tuple[Tensor, Tensor]:
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if real is None:
         mean = x.sum(2, keepdim=True) / max(x.shape[2], 1)
         centred = x - mean
@@ -280,39 +286,39 @@ def _less_mean(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
         x = x.masked_fill(~real, 0)
         mean = x.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)
         centred = (x - mean).masked_fill(~real, 0)
-    # what is left of equal rows is rounding, and would point anywhere
-    rounding = 16 * torch.finfo(x.dtype).eps * mean.abs().amax(-1, keepdim=True)
-    return centred * (centred.abs() > rounding).any(-1, keepdim=True).any(2, keepdim=True), mean
+    if directions and x.shape[2] > 0:
+        rounding = 16 * torch.finfo(x.dtype).eps * mean.abs().amax(-1, keepdim=True)
+        centred = centred * (centred.detach().abs().amax((2, 3), keepdim=True) > rounding)
+    return centred, mean
 
 
-def _on_sphere(query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Rows of length one, of two columns more, whose cosine x has the logarithm of the kernel grow as scale q.k.
+def _on_sphere(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Rows of two columns more, whose cosine x has the logarithm of the kernel grow as scale q.k.
 
     That of (1 - acos(x) / pi)^tau has the slope 2 tau / pi at 0. Where x would leave [-1, 1], it grows less.
     """
-    dtype = query.dtype
-    real_keys = None if key_mask is None else key_mask[:, None, :, None]
-    real_queries = real_keys if query.shape[2] == key.shape[2] else None
-    query, key = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key))
-    query_length, key_length = _longest(query, real_queries), _longest(key, real_keys)
-    largest = (query_length * key_length * scale * math.pi / (2 * SOFTMAX_POWER)).clamp(max=1).sqrt()
-    query, key = (x / torch.where(y > 0, y, 1) * largest for x, y in ((query, query_length), (key, key_length)))
-    missing_query, missing_key = _missing_length(query), _missing_length(key)
+    square_query, square_key = (x.square().sum(-1, keepdim=True) for x in (query, key))
+    # the product of the lengths that rows get, and these, whose ratio is that of the longest rows
+    longest_query, longest_key = _longest(square_query), _longest(square_key)
+    product = (longest_query * longest_key).clamp(min=2 * SOFTMAX_POWER / (math.pi * scale))
+    ratio = longest_query / longest_key
+    missing_query = _missing_length(product * ratio, square_query)
+    missing_key = _missing_length(product / ratio, square_key)
     query = torch.cat([query, missing_query, torch.zeros_like(missing_query)], dim=-1)
     key = torch.cat([key, torch.zeros_like(missing_key), missing_key], dim=-1)
-    return query.to(dtype), key.to(dtype)
+    return query, key
 
 
-def _longest(x: Tensor, real: Tensor | None) -> Tensor:
-    if x.shape[2] == 0:
-        return x.new_zeros(*x.shape[:2], 1, 1)
-    # a scale, without a gradient
-    length = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True)
-    return (length if real is None else length.masked_fill(~real, 0)).amax(2, keepdim=True)
+def _longest(square: Tensor) -> Tensor:
+    if square.shape[2] == 0:
+        return square.new_ones(*square.shape[:2], 1, 1)
+    # a scale, without a gradient; of zeros any would do
+    longest = square.detach().amax(2, keepdim=True).sqrt()
+    return torch.where(longest > 0, longest, 1)
 
 
-def _missing_length(x: Tensor) -> Tensor:
-    missing = 1 - x.square().sum(-1, keepdim=True)
+def _missing_length(square: Tensor, squares: Tensor) -> Tensor:
+    missing = square - squares
     positive = missing > 0
     # two steps, because the slope of a square root at zero would be 0 * inf
     return torch.where(positive, missing, 1).sqrt() * positive
