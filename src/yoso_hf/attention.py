@@ -21,8 +21,7 @@ EXPECTATIONS = (True, False, "auto")
 
 # Of similarity="softmax". The exact kernel follows exp the further the higher its power.
 SOFTMAX_POWER = MAX_EXACT_HASH_CODE_LEN
-# Keys of the largest weight, which are not sampled: a few have half of it or more, and hardly ever collide. By the
-# error of real heads that samples leave, 64 are little better than 16, and 128 than 64.
+# The keys of the largest weight, which are not sampled: a few have much of it, and would hardly ever collide.
 NUM_HEAVY_KEYS = 64
 
 # The length, for each hash function, at which the exact kernel takes as long as the sampled one. Measured by
