@@ -37,6 +37,25 @@ CONFIGS = {
 ENCODERS = pytest.mark.parametrize("name", CONFIGS)
 
 
+def dense_weights(query, key, real, scaling):
+    """The exact kernel's weights with the default settings, by their definition, not yet divided by their sum.
+
+    Args:
+        query, key: [B, H, N, D].
+        real: [B, 1, N, 1], of query's dtype, 0 for padding.
+        scaling: softmax's.
+    """
+    query_mean, key_mean = (
+        (x * real).sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1) for x in (query, key)
+    )
+    query, key = ((x - mean) * real for x, mean in ((query, query_mean), (key, key_mean)))
+    x = query @ key.mT * scaling * math.pi / 64
+    longest = query.norm(dim=-1).amax(-1) * key.norm(dim=-1).amax(-1) * scaling * math.pi / 64
+    # a scale, which has no gradient
+    weights = (1 - (x / longest.detach().clamp(min=1)[..., None, None]).acos() / math.pi) ** 32
+    return weights * (query_mean @ key.mT * scaling).exp() * real.mT
+
+
 def dense_yoso(module, query, key, value, attention_mask, sliding_window=None, scaling=None, **kwargs):
     """YOSO's expectation with the default settings from its definition, with transformers' own mask of pairs."""
     if sliding_window is not None:
@@ -44,12 +63,7 @@ def dense_yoso(module, query, key, value, attention_mask, sliding_window=None, s
     groups, scaling = getattr(module, "num_key_value_groups", 1), scaling or query.shape[3] ** -0.5
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     real = torch.ones_like(key[:, :1, :, :1]) if attention_mask is None else attention_mask[:, :, :1].mT.float()
-    query_mean, key_mean = ((x * real).sum(2, keepdim=True) / real.sum(2, keepdim=True) for x in (query, key))
-    query, key = ((x - mean) * real for x, mean in ((query, query_mean), (key, key_mean)))
-    x = query @ key.mT * scaling * math.pi / 64
-    longest = query.norm(dim=-1).amax(-1) * key.norm(dim=-1).amax(-1) * scaling * math.pi / 64
-    weights = (1 - (x / longest.clamp(min=1)[..., None, None]).acos() / math.pi) ** 32
-    weights = weights * (query_mean @ key.mT * scaling).exp() * real.mT
+    weights = dense_weights(query, key, real, scaling)
     out = weights @ value / weights.sum(-1, keepdim=True)
     return out.transpose(1, 2).contiguous(), None
 

@@ -20,8 +20,8 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
+from test_attention_interface import dense_weights
 from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -352,12 +352,11 @@ class Oracle:
 
         groups = getattr(module, "num_key_value_groups", 1)
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-        call = len(self.outputs)
+        call, scaling = len(self.outputs), kwargs.get("scaling") or query.shape[-1] ** -0.5
         if call < len(self.yoso) and self.yoso[call]:
-            cosine = F.normalize(query.double(), dim=-1) @ F.normalize(key.double(), dim=-1).mT
-            weights = (1 - cosine.clamp(-1, 1).acos() / math.pi) ** 10 * seen
+            real = seen[:, :, :1].expand(len(query), 1, 1, key.shape[2]).mT.double()
+            weights = dense_weights(query.double(), key.double(), real, scaling)
         else:
-            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             scores = query.double() @ key.double().mT * scaling
             if kwargs.get("position_bias") is not None:
                 scores = scores + kwargs["position_bias"]
