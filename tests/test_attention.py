@@ -480,7 +480,7 @@ def dense(query, key, value, key_mask, hash_code_len, normalization, similarity=
                 # 2 power / pi is the slope of the kernel's logarithm at 0
                 x = scale * q @ k.T * math.pi / (2 * power)
                 largest = q.norm(dim=-1).max() * k.norm(dim=-1).max() * scale * math.pi / (2 * power)
-                weights = (1 - (x / largest.clamp(min=1)).acos() / math.pi) ** power
+                weights = (1 - (x / (1.01 * largest.detach()).clamp(min=1)).acos() / math.pi) ** power
             else:
                 x = torch.nn.functional.normalize(q, dim=-1) @ torch.nn.functional.normalize(k, dim=-1).T
                 weights = (1 - x.clamp(-1, 1).acos() / math.pi) ** hash_code_len[h]
@@ -612,6 +612,23 @@ def test_softmax_gradients_are_those_of_the_definition(hash_code_len, expectatio
         return out * key_mask[:, None, :, None]
 
     assert torch.autograd.gradcheck(function, (query, key, value))
+
+
+def test_softmax_gradients_are_those_of_the_definition_where_rows_are_too_long():
+    """With the largest dot product as a constant; the longest rows' too."""
+    tensors = [x.requires_grad_() for x in inputs(B=1, H=1, N=9, M=9, D=4, Dv=3, dtype=torch.float64)]
+    query, key, value = tensors
+    scale = 64 / math.pi
+    out = yoso_attention(query, key, value, similarity="softmax", normalization="sum", expectation=True, scale=scale)
+    q, k = (x - x.mean(2, keepdim=True) for x in (query, key))
+    longest = (q.norm(dim=-1).max() * k.norm(dim=-1).max()).detach()
+    assert longest > 2
+    weights = (1 - (q @ k.mT / (1.01 * longest)).acos() / math.pi) ** 32
+    weights = weights * (scale * query.mean(2, keepdim=True) @ k.mT).exp()
+    expected = weights @ value / weights.sum(-1, keepdim=True)
+    grad = torch.randn_like(out)
+    for got, truth in zip(*(torch.autograd.grad(x, tensors, grad) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(got, truth, rtol=1e-5, atol=1e-8)
 
 
 @BOTH

@@ -52,7 +52,7 @@ def dense_weights(query, key, real, scaling):
     x = query @ key.mT * scaling * math.pi / 64
     longest = query.norm(dim=-1).amax(-1) * key.norm(dim=-1).amax(-1) * scaling * math.pi / 64
     # a scale, which has no gradient
-    weights = (1 - (x / longest.detach().clamp(min=1)[..., None, None]).acos() / math.pi) ** 32
+    weights = (1 - (x / (1.01 * longest.detach()).clamp(min=1)[..., None, None]).acos() / math.pi) ** 32
     return weights * (query_mean @ key.mT * scaling).exp() * real.mT
 
 

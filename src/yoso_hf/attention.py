@@ -21,6 +21,8 @@ EXPECTATIONS = (True, False, "auto")
 
 # Of similarity="softmax". The exact kernel follows exp the further the higher its power.
 SOFTMAX_POWER = MAX_EXACT_HASH_CODE_LEN
+# The longest row misses something to its length as well, without which its gradient along itself would be lost.
+MARGIN = 1.01
 # The keys of the largest weight, which are not sampled: a few have much of it, and would hardly ever collide.
 NUM_HEAVY_KEYS = 64
 
@@ -299,7 +301,7 @@ def _on_sphere(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor
     square_query, square_key = (x.square().sum(-1, keepdim=True) for x in (query, key))
     # the product of the lengths that rows get, and these, whose ratio is that of the longest rows
     longest_query, longest_key = _longest(square_query), _longest(square_key)
-    product = (longest_query * longest_key).clamp(min=2 * SOFTMAX_POWER / (math.pi * scale))
+    product = (MARGIN * longest_query * longest_key).clamp(min=2 * SOFTMAX_POWER / (math.pi * scale))
     ratio = longest_query / longest_key
     missing_query = _missing_length(product * ratio, square_query)
     missing_key = _missing_length(product / ratio, square_key)
