@@ -461,7 +461,7 @@ def dense(query, key, value, key_mask, hash_code_len, normalization, similarity=
     """Attention by its definition, in float64, one head of a batch row after the other.
 
     Args:
-        power: of similarity="softmax": 32, by dot products; None: by cosines, with hash_code_len.
+        power: of similarity="softmax": 32, by dot products; None: by cosines and lengths, with hash_code_len.
     """
     query, key, value = (x.double() for x in (query, key, value))
     scale = scale or query.shape[3] ** -0.5
@@ -484,6 +484,14 @@ def dense(query, key, value, key_mask, hash_code_len, normalization, similarity=
             else:
                 x = torch.nn.functional.normalize(q, dim=-1) @ torch.nn.functional.normalize(k, dim=-1).T
                 weights = (1 - x.clamp(-1, 1).acos() / math.pi) ** hash_code_len[h]
+            if similarity == "softmax" and power is None:
+                quotient = scale * math.pi / (2 * hash_code_len[h])
+                shares = []
+                for one, other in ((q, k), (k, q)):
+                    longest = (x.norm(dim=-1).max().detach() for x in (other, one))
+                    shares.append((quotient * one.norm(dim=-1) ** 2 * next(longest) / next(longest)).clamp(max=1))
+                share = shares[0][:, None] * shares[1]
+                weights = 1 + share * (2 ** hash_code_len[h] * weights - 1)
             weights = weights * factor
             out[b, h] = weights @ v
             if normalization == "sum":
@@ -569,6 +577,19 @@ def test_a_key_like_many_queries_is_where_softmax_has_it(similarity):
         assert min(error, exact) > 0.6
 
 
+def test_samples_of_softmax_know_lengths():
+    """Short queries attend to all keys alike, long ones to few: no power of a cosine does both."""
+    query, key, value = inputs(B=1, H=2, N=300, M=300, D=16)
+    query, key = (1.2 * torch.rand(1, 2, 300, 1) * x for x in (query, key))
+    softmax = (query @ key.transpose(-1, -2) / 4).softmax(-1) @ value
+    options = {"num_hash": 20_000, "normalization": "sum"}
+    out = yoso_attention(query, key, value, similarity="softmax", hash_code_len=10, **options)
+    cosines = [yoso_attention(query, key, value, hash_code_len=n, expectation=True, **options) for n in range(1, 17)]
+    error, *others = ((x - softmax).norm() / softmax.norm() for x in (out, *cosines))
+    assert error < 0.35
+    assert min(others) > 0.45
+
+
 def test_sampling_with_lengths_by_head_has_the_expectation_as_its_mean():
     query, key, value = inputs(B=1, N=12, M=12, D=6, Dv=4)
     options = {"hash_code_len": [2, 5, 3], "normalization": None}
@@ -607,11 +628,24 @@ def test_softmax_gradients_are_those_of_the_definition(hash_code_len, expectatio
     def function(*arguments):
         out = yoso_attention(
             *arguments, key_mask, hash_code_len=hash_code_len, similarity="softmax", normalization="sum",
-            expectation=expectation, num_hash=2,
+            expectation=expectation, num_hash=2, scale=0.1,
         )  # fmt: skip
         return out * key_mask[:, None, :, None]
 
     assert torch.autograd.gradcheck(function, (query, key, value))
+
+
+def test_gradients_of_samples_of_softmax_are_those_of_the_definition_where_shares_are_cut():
+    """With the lengths of the longest rows as constants."""
+    tensors = [x.requires_grad_() for x in inputs(B=2, H=3, N=9, M=9, D=4, Dv=3, dtype=torch.float64)]
+    key_mask = torch.tensor([[True] * 9, [True] * 4 + [False] * 5])
+    options = {"hash_code_len": [2, 3, 4], "normalization": "sum", "similarity": "softmax", "scale": 2.0}
+    out = yoso_attention(*tensors, key_mask, num_hash=2, **options)
+    expected = dense(*tensors, key_mask, **options, power=None)
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn_like(out) * key_mask[:, None, :, None]
+    for got, truth in zip(*(torch.autograd.grad(x, tensors, grad) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(got, truth, rtol=1e-6, atol=1e-9)
 
 
 def test_softmax_gradients_are_those_of_the_definition_where_rows_are_too_long():

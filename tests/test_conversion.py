@@ -342,7 +342,7 @@ def test_settings_are_carried_over(tokenizers, tmp_path):
     config = YosoConfig.from_pretrained(tmp_path / "default")
     assert (config.normalization, config.similarity) == ("sum", "softmax")
     settings = (config.hash_code_len, config.num_hash, config.local_window, config.use_expectation)
-    assert settings == (8, 64, 128, "auto")
+    assert settings == (13, 64, 128, "auto")
 
 
 REFUSED = {
@@ -695,7 +695,7 @@ def test_checkpoints_of_the_authors(style, offset, attention, conv, tmp_path):
     assert not report.new and report.notes == [f"no tokenizer: {path} holds none"]
     kind = attention["attn_type"]
     if kind == "softmax":
-        assert (model.config.normalization, model.config.hash_code_len) == ("sum", 8)
+        assert (model.config.normalization, model.config.hash_code_len) == ("sum", 13)
     else:
         assert model.config.use_expectation is (kind == "yoso-v1-e")
         assert model.config.hash_code_len == 5

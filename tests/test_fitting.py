@@ -5,7 +5,8 @@ import torch
 import transformers
 from test_attention_interface import VOCAB_SIZE, build, padded, tokens
 
-from yoso_hf import attention, yoso_attention
+from yoso_hf import attention, fitting, yoso_attention
+from yoso_hf.attention_interface import SETTINGS
 from yoso_hf.fitting import fit_hash_code_len
 
 
@@ -70,6 +71,16 @@ def test_a_fitted_model_is_closer_to_softmax(similarity):
         model = build("bert", "yoso", yoso_hash_code_len=numbers, **settings)
         distance[name] = (model(**batches()[0]).last_hidden_state - expected)[real].norm()
     assert distance["fitted"] < 0.7 * distance["twelve"]
+
+
+def test_noise_counts_for_a_quarter(monkeypatch):
+    """It is that of four times the samples."""
+    monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", 3)
+    fit = fit_hash_code_len(build("bert", "sdpa", yoso_num_hash=2), batches())
+    monkeypatch.setattr(fitting, "SAMPLES_FACTOR", 1)
+    two, eight = (fit_hash_code_len(build("bert", "sdpa", yoso_num_hash=number), batches()) for number in (2, 8))
+    assert fit == eight
+    assert min(torch.tensor(two.error).flatten() - torch.tensor(eight.error).flatten()) > 0
 
 
 def test_the_model_is_left_as_it_was():
@@ -141,7 +152,7 @@ def test_layers_with_a_window_keep_their_softmax():
     model = build("modernbert", "sdpa")
     fit = fit_hash_code_len(model, batches())
     assert [len(layer) for layer in fit.hash_code_len] == [4, 4]
-    assert fit.hash_code_len[1] == [8] * 4
+    assert fit.hash_code_len[1] == [SETTINGS["yoso_hash_code_len"]] * 4
     assert fit.error[1] == [0.0] * 4
     assert min(fit.error[0]) > 0
     # once more, from what was found

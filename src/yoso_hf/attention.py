@@ -114,9 +114,10 @@ def yoso_attention(
             does not notice what all keys share, and what the queries share is a weight of each key,
             exp(scale mean of queries . key). That one is exact; the kernel stands for what is left. Where the
             expectation is computed, x is the dot product, in the scale in which the kernel's power 32 is closest to
-            exp, hash_code_len has no effect, and backward is "exact". Where sampled, x is the cosine, and the
-            64 keys of the largest weight get their expectation. Needs normalization="sum". With N = M, masked
-            positions do not count as queries either.
+            exp, hash_code_len has no effect, and backward is "exact". Where sampled, x is the cosine, what is left is
+            1 + share (2^hash_code_len kernel - 1), with a share in 0..1 that grows with the lengths of query and
+            key, and the 64 keys of the largest weight get their expectation. Needs normalization="sum". With N = M,
+            masked positions do not count as queries either.
         local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are
             sampled: the same expectation with less noise, at a cost of O(N local_window). Needs N = M. 0: none, not
             even a position with itself. Nothing changes where the expectation is computed.
@@ -147,10 +148,12 @@ def yoso_attention(
     key_weight = None
     if similarity == "softmax":
         scale = scale or head_dim**-0.5
-        query, key, key_weight = _centred(query, key, key_mask, scale, directions=not expectation)
+        query, key, key_weight = _centred(query, key, key_mask, scale)
         if expectation:
             query, key = _on_sphere(query, key, scale)
             hash_code_len, backward = SOFTMAX_POWER, "exact"
+        else:
+            query_share, key_share = _shares(query, key, scale, _by_head(hash_code_len, query))
         query, key = query.to(dtype), key.to(dtype)
     # sums of many values, or of small weights, leave float16's range; CUDA's kernels scale them before they round
     scaled_late = normalization == "sum" or (normalization == "l2" and not (query.is_cuda and HAS_CUDA_KERNELS))
@@ -171,7 +174,9 @@ def yoso_attention(
 
     tensors = (query, key, value)
     if key_weight is not None and not expectation:
-        tensors = (query, *_without_heavy(key, value, key_weight))
+        sampled_value = value * key_share.to(value.dtype)
+        common, rest = (x.sum(2, keepdim=True, dtype=key_weight.dtype) for x in (value, value - sampled_value))
+        tensors = (query, *_without_heavy(key, sampled_value, key_weight))
 
     def of_heads(hash_code_len: int, functions: HashFunctions | None, query, key, value, *heavy: Tensor) -> Tensor:
         exact_attention = expectation_attention_graph if torch.onnx.is_in_onnx_export() else expectation_attention
@@ -208,6 +213,9 @@ def yoso_attention(
             outs.append(of_heads(length, functions, *(x[:, chosen] for x in tensors)))
             order += chosen
         out = torch.cat(outs, dim=1)[:, [order.index(head) for head in range(heads)]]
+    if key_weight is not None and not expectation:
+        # 1 + share (2^tau p - 1), of sums that are not negative: shares of keys are in them already
+        out = torch.lerp(common, rest + out * 2.0 ** _by_head(hash_code_len, out), query_share)
     if normalization == "sum":
         out = _divide(out[..., :columns], out[..., -1:])
     return out.to(out_dtype)
@@ -236,10 +244,10 @@ def attention_weights(
     key_weight = None
     if similarity == "softmax":
         scale = scale or query.shape[3] ** -0.5
-        query, key, key_weight = _centred(query, key, key_mask, scale, directions=False)
+        query, key, key_weight = _centred(query, key, key_mask, scale)
         query, key = _on_sphere(query, key, scale)
         hash_code_len = SOFTMAX_POWER
-    power = torch.as_tensor(hash_code_len, device=query.device).view(-1, 1, 1)
+    power = _by_head(hash_code_len, query)
     wide = torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
         cosine = F.normalize(query.to(wide), dim=-1) @ F.normalize(key.to(wide), dim=-1).transpose(-1, -2)
@@ -254,12 +262,14 @@ def attention_weights(
     return weights.to(query.dtype)
 
 
-def _centred(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float, directions: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys less their means, and the weights of keys, at most 1, [B, H, M, 1]; in float32 or wider.
+def _by_head(hash_code_len: int | list[int] | tuple[int, ...], like: Tensor) -> int | Tensor:
+    """One number, or [H, 1, 1]."""
+    # a tensor of one number would have to be copied to a GPU
+    return hash_code_len if isinstance(hash_code_len, int) else like.new_tensor(hash_code_len).view(-1, 1, 1)
 
-    What is left of equal rows is rounding. It becomes zero where only directions count, as it would point anywhere.
+
+def _centred(query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys less their means, and the weights of keys, at most 1, [B, H, M, 1]; in float32 or wider.
 
     With a bar for means, exp(q.k) = exp(q.k_bar) exp(q_bar.(k - k_bar)) exp((q - q_bar).(k - k_bar)). The first factor
     is the same for all keys of a query, the second is the weight.
@@ -267,8 +277,8 @@ def _centred(
     real_keys = None if key_mask is None else key_mask[:, None, :, None]
     # as many queries as keys are of the same tokens
     real_queries = real_keys if query.shape[2] == key.shape[2] else None
-    query, query_mean = _less_mean(query, real_queries, directions)
-    key, _ = _less_mean(key, real_keys, directions)
+    query, query_mean = _less_mean(query, real_queries)
+    key, _ = _less_mean(key, real_keys)
     logarithm = (key * query_mean).sum(-1, keepdim=True) * scale
     if real_keys is not None:
         logarithm = logarithm.masked_fill(~real_keys, torch.finfo(logarithm.dtype).min)
@@ -277,20 +287,15 @@ def _centred(
     return query, key, logarithm.exp()
 
 
-def _less_mean(x: Tensor, real: Tensor | None, directions: bool) -> tuple[Tensor, Tensor]:
+def _less_mean(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if real is None:
         mean = x.sum(2, keepdim=True) / max(x.shape[2], 1)
-        centred = x - mean
-    else:
-        # masked rows may hold anything
-        x = x.masked_fill(~real, 0)
-        mean = x.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)
-        centred = (x - mean).masked_fill(~real, 0)
-    if directions and x.shape[2] > 0:
-        rounding = 16 * torch.finfo(x.dtype).eps * mean.abs().amax(-1, keepdim=True)
-        centred = centred * (centred.detach().abs().amax((2, 3), keepdim=True) > rounding)
-    return centred, mean
+        return x - mean, mean
+    # masked rows may hold anything
+    x = x.masked_fill(~real, 0)
+    mean = x.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)
+    return (x - mean).masked_fill(~real, 0), mean
 
 
 def _on_sphere(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -308,6 +313,18 @@ def _on_sphere(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor
     query = torch.cat([query, missing_query, torch.zeros_like(missing_query)], dim=-1)
     key = torch.cat([key, torch.zeros_like(missing_key), missing_key], dim=-1)
     return query, key
+
+
+def _shares(query: Tensor, key: Tensor, scale: float, power: int | Tensor) -> tuple[Tensor, Tensor]:
+    """How much of the kernel a weight has, by query and by key, in 0..1: [B, H, N, 1] and [B, H, M, 1].
+
+    Near a cosine x of 0 the kernel is 2^-tau exp(2 tau / pi x), and softmax's weight exp(scale |q| |k| x). The product
+    of a pair's shares is the square of the quotient of these two slopes, unless one share has to be cut to 1.
+    """
+    square_query, square_key = (x.square().sum(-1, keepdim=True) for x in (query, key))
+    ratio = _longest(square_key) / _longest(square_query)
+    quotient = scale * math.pi / (2 * power)
+    return (square_query * (quotient * ratio)).clamp(max=1), (square_key * (quotient / ratio)).clamp(max=1)
 
 
 def _longest(square: Tensor) -> Tensor:

@@ -21,6 +21,10 @@ from .hashing import MAX_EXACT_HASH_CODE_LEN, MAX_HASH_CODE_LEN
 
 NAME = "yoso_fitting"
 
+# Candidates take so many times the samples of the model: less noise than it will have, as what follows averages noise
+# over tokens and heads, but not what all of them are wrong by.
+SAMPLES_FACTOR = 4
+
 
 @dataclass
 class HashCodeLenFit:
@@ -68,6 +72,7 @@ class _Errors:
             raise ValueError(
                 'nothing to fit: with similarity "softmax" and use_expectation True, hash_code_len has no effect'
             )
+        settings["num_hash"] *= SAMPLES_FACTOR
         errors = []
         for candidate in candidates(settings["use_expectation"]):
             settings["hash_code_len"] = [candidate] * query.shape[1]
@@ -105,8 +110,8 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
     Every layer gets softmax's inputs. The attention that is compared is the one that the model would have with
     attn_implementation="yoso", or has with "yoso_expectation": the keys yoso_<name> of its configuration,
     yoso_hash_code_len excepted, decide its samples, so that where sampling is noisy, shorter codes are chosen, which
-    collide more often. With yoso_use_expectation "auto" it is the attention of long inputs, which samples. Take inputs
-    of the lengths that the model is meant for.
+    collide more often. Noise counts for a quarter, as later layers average it out. With yoso_use_expectation "auto" it
+    is the attention of long inputs, which samples. Take inputs of the lengths that the model is meant for.
 
     Args:
         model: an encoder that takes attn_implementation="yoso", trained with softmax attention. Its attention
