@@ -36,18 +36,20 @@ FIRST_LAYER_TOLERANCE, TOLERANCE = 1e-3, 1e-2
 # the mean cosine that is asked of exact attention
 CLOSE = 0.985
 EXACT = {"yoso_use_expectation": True}
-SAMPLED = {"yoso_use_expectation": False, "yoso_hash_code_len": 8, "yoso_num_hash": 64}
+SAMPLED = {"yoso_use_expectation": False, "yoso_hash_code_len": 13, "yoso_num_hash": 64}
 COSINE = {"yoso_similarity": "cosine"}
 # by name: what is set in the encoder's configuration
 SETTINGS: dict[str, dict[str, Any]] = {
     SOFTMAX: {},
     "default": {},
     "exact": EXACT,
-    "sampled, tau 8, m 64": SAMPLED,
-    "sampled, tau 8, m 32": {**SAMPLED, "yoso_num_hash": 32},
-    "sampled, tau 8, m 128": {**SAMPLED, "yoso_num_hash": 128},
+    "sampled, tau 13, m 64": SAMPLED,
+    "sampled, tau 13, m 32": {**SAMPLED, "yoso_num_hash": 32},
+    "sampled, tau 13, m 128": {**SAMPLED, "yoso_num_hash": 128},
+    "sampled, tau 9, m 64": {**SAMPLED, "yoso_hash_code_len": 9},
+    "sampled, tau 11, m 64": {**SAMPLED, "yoso_hash_code_len": 11},
     "sampled, tau fitted, m 64": {**SAMPLED, "yoso_hash_code_len": FITTED},
-    "near exact, far sampled, window 128, tau 8, m 64": {**SAMPLED, "yoso_local_window": 128},
+    "near exact, far sampled, window 128, tau 13, m 64": {**SAMPLED, "yoso_local_window": 128},
     "exact, cosine, tau 9": {**EXACT, **COSINE, "yoso_hash_code_len": 9},
     "exact, cosine, tau 12": {**EXACT, **COSINE, "yoso_hash_code_len": 12},
     "exact, cosine, tau fitted": {**EXACT, **COSINE, "yoso_hash_code_len": FITTED},
@@ -64,15 +66,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def lengthen(model: PreTrainedModel, length: int) -> None:
-    """Repeat a BERT's table of positions, so that it takes `length` tokens; positions from 0 on stay what they are."""
+    """Repeat the table of positions of a BERT or RoBERTa, so that it takes `length` tokens; none gets another row."""
     table = model.get_submodule("embeddings.position_embeddings")
-    rows = max(length, table.num_embeddings)
-    model.embeddings.position_embeddings = nn.Embedding.from_pretrained(
-        table.weight.detach()[torch.arange(rows, device=table.weight.device) % table.num_embeddings]
-    )
-    count = torch.arange(rows, device=table.weight.device)[None]
-    model.embeddings.register_buffer("position_ids", count, persistent=False)
-    model.embeddings.register_buffer("token_type_ids", torch.zeros_like(count), persistent=False)
+    # RoBERTa's positions begin after that of padding
+    first = 0 if table.padding_idx is None else table.padding_idx + 1
+    own, rows = table.num_embeddings - first, max(first + length, table.num_embeddings)
+    count = torch.arange(rows, device=table.weight.device)
+    weight = table.weight.detach()[torch.where(count < first, count, first + (count - first) % own)]
+    model.embeddings.position_embeddings = nn.Embedding.from_pretrained(weight)
+    model.embeddings.register_buffer("position_ids", count[None], persistent=False)
+    model.embeddings.register_buffer("token_type_ids", torch.zeros_like(count[None]), persistent=False)
 
 
 class Encoder:

@@ -1,3 +1,4 @@
+import copy
 import itertools
 import json
 import subprocess
@@ -390,6 +391,21 @@ def test_embeddings_are_compared_with_those_of_softmax(tmp_path, run_here):
     assert {(row["length"], row["setting"]) for row in result["rows"] if "ms" in row} == {
         (length, setting) for length in (10, 100) for setting in settings
     }
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_longer_positions_are_those_of_the_table_repeated(kind):
+    sizes = {"vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 1}
+    config = transformers.AutoConfig.for_model(kind, **sizes, max_position_embeddings=12, intermediate_size=8)
+    model = transformers.AutoModel.from_config(config).eval()
+    own, first = (12, 0) if kind == "bert" else (10, 2)
+    ids = torch.randint(2, 30, (1, 23))
+    for length in (5, 23):
+        longer = copy.deepcopy(model)
+        bench_embeddings.lengthen(longer, length)
+        given = ids[:, :length]
+        expected = model(given, position_ids=first + torch.arange(length)[None] % own).last_hidden_state
+        torch.testing.assert_close(longer(given).last_hidden_state, expected)
 
 
 def test_states_of_documents_are_compared_with_those_of_softmax(tmp_path, run_here):
