@@ -229,7 +229,7 @@ def test_expectation_backward_of_the_sampled_mode_is_the_exact_sum_for_query_and
 
 
 # the length, N = M, up to which "auto" is exact with 8 hash functions
-CROSSING = 8 * EXACT_TOKENS_PER_HASH
+CROSSING = 8 * EXACT_TOKENS_PER_HASH["cosine"]
 
 
 @pytest.mark.parametrize(
@@ -259,6 +259,16 @@ def test_auto_is_the_exact_call_up_to_the_crossing_and_the_sampled_one_beyond_it
         assert not torch.allclose(result, different, rtol=1e-2)
     with torch.no_grad():
         assert torch.equal(yoso_attention(*arguments, expectation="auto", **options), auto[0])
+
+
+def test_auto_is_exact_for_longer_where_samples_stand_in_for_softmax():
+    crossing = 8 * EXACT_TOKENS_PER_HASH["softmax"]
+    assert crossing > CROSSING
+    options = {"num_hash": 8, "hash_code_len": 4, "similarity": "softmax", "normalization": "sum"}
+    for length in (crossing, crossing + 1):
+        arguments = inputs(1, 2, length, length)
+        exact = yoso_attention(*arguments, **options, expectation=True)
+        assert torch.equal(yoso_attention(*arguments, **options, expectation="auto"), exact) == (length == crossing)
 
 
 def test_auto_draws_hash_functions_only_to_sample(generator):
@@ -457,11 +467,11 @@ def test_bad_arguments_are_named(change, message):
         yoso_attention(**arguments)
 
 
-def dense(query, key, value, key_mask, hash_code_len, normalization, similarity="cosine", power=32, scale=None):
+def dense(query, key, value, key_mask, hash_code_len, normalization, similarity="cosine", power=128, scale=None):
     """Attention by its definition, in float64, one head of a batch row after the other.
 
     Args:
-        power: of similarity="softmax": 32, by dot products; None: by cosines and lengths, with hash_code_len.
+        power: of similarity="softmax": 128, by dot products; None: by cosines and lengths, with hash_code_len.
     """
     query, key, value = (x.double() for x in (query, key, value))
     scale = scale or query.shape[3] ** -0.5
@@ -657,7 +667,7 @@ def test_softmax_gradients_are_those_of_the_definition_where_rows_are_too_long()
     q, k = (x - x.mean(2, keepdim=True) for x in (query, key))
     longest = (q.norm(dim=-1).max() * k.norm(dim=-1).max()).detach()
     assert longest > 2
-    weights = (1 - (q @ k.mT / (1.01 * longest)).acos() / math.pi) ** 32
+    weights = (1 - (q @ k.mT / (1.01 * longest)).acos() / math.pi) ** 128
     weights = weights * (scale * query.mean(2, keepdim=True) @ k.mT).exp()
     expected = weights @ value / weights.sum(-1, keepdim=True)
     grad = torch.randn_like(out)

@@ -109,7 +109,12 @@ def test_same_bits_whatever_the_number_of_threads(dtype, heads, data):
     # long enough for every loop that is shared among threads to be shared
     inputs = Inputs(data, (*heads, 1100, 1000, 64, 64, 4, 6), dtype)
     assert_same_bits_on_any_number_of_threads(
-        lambda: [*inputs.hashes(ops, dtype), *inputs.sampled(ops, dtype), *inputs.expectation(ops, dtype)]
+        lambda: [
+            *inputs.hashes(ops, dtype),
+            *inputs.sampled(ops, dtype),
+            *inputs.expectation(ops, dtype),
+            *inputs.softmax_like(ops, dtype),
+        ]
     )
 
 
@@ -134,6 +139,7 @@ def one_head_calls():
     near = (*buckets, 64)
     rows = (exact.query, exact.key, exact.value, 9)
     unit, inverse_length = ops.sampled_attention(*buckets, False, True)
+    softmax_like = ops.softmax_like_attention(*rows[:3], None, 0.125)
     return {
         "hash_hadamard": lambda: hadamard.codes(sampled.query),
         "hash_gaussian": lambda: gaussian.codes(sampled.query),
@@ -141,6 +147,10 @@ def one_head_calls():
         "sampled_attention_backward": lambda: ops.sampled_attention_backward(sampled.grad, *buckets),
         "expectation_attention": lambda: ops.expectation_attention(*rows, False, True),
         "expectation_attention_backward": lambda: ops.expectation_attention_backward(exact.grad, *rows, False),
+        "softmax_like_attention": lambda: ops.softmax_like_attention(*rows[:3], None, 0.125),
+        "softmax_like_attention_backward": lambda: ops.softmax_like_attention_backward(
+            exact.grad, *softmax_like, *rows[:3], None, 0.125
+        ),
         "local_attention": lambda: ops.local_attention(*near),
         "local_attention_backward": lambda: ops.local_attention_backward(sampled.grad, *near),
         "unit_rows_backward": lambda: ops.unit_rows_backward(sampled.grad, unit, inverse_length),

@@ -71,17 +71,18 @@ def test_work_is_on_the_current_stream():
     assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
 
 
-def test_a_graph_replays_forward_and_backward():
+@pytest.mark.parametrize("options", [{}, {"expectation": True, "similarity": "softmax", "normalization": "sum"}])
+def test_a_graph_replays_forward_and_backward(options):
     inputs = tensors(1, 2, 1000)
-    functions = HashFunctions.sample(2, 64, 8, 9, device="cuda")
-    step(*inputs, hash_functions=functions)
+    options = {"hash_functions": HashFunctions.sample(2, 64, 8, 9, device="cuda"), **options}
+    step(*inputs, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = step(*inputs, hash_functions=functions)
+        results = step(*inputs, **options)
     for x in inputs:
         x.copy_(torch.randn_like(x))
     graph.replay()
-    for one, other in zip(results, step(*inputs, hash_functions=functions), strict=True):
+    for one, other in zip(results, step(*inputs, **options), strict=True):
         assert torch.equal(one, other)
 
 
@@ -98,6 +99,8 @@ def test_operators_refuse_tensors_of_several_devices():
         ops.sampled_attention(query, key, value, codes.cpu(), codes, 9, False, True)
     with pytest.raises(RuntimeError, match="key must be on the device"):
         ops.expectation_attention(query, key.cpu(), value, 9, False, True)
+    with pytest.raises(RuntimeError, match="key_mask must be on the device"):
+        ops.softmax_like_attention(query, key, value, mask, 0.1)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

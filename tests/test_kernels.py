@@ -78,6 +78,16 @@ class Inputs:
             namespace.unit_rows_backward(grad, unit, inverse_length),
         ]
 
+    def softmax_like(self, namespace, dtype):
+        """What the softmax-like operators give, forward and backward, with all keys and with some masked."""
+        grad, query, key, value = (x.to(dtype) for x in (self.grad, self.query, self.key, self.value))
+        results = []
+        for mask in (None, self.mask):
+            arguments = (query, key, value, mask, query.shape[3] ** -0.5)
+            out, total = namespace.softmax_like_attention(*arguments)
+            results += [out, total, *namespace.softmax_like_attention_backward(grad, out, total, *arguments)]
+        return results
+
 
 def assert_as_accurate_as_pytorch(outputs, dtype):
     """The error against float64 is at most twice that of plain PyTorch in the same dtype.
@@ -171,6 +181,37 @@ def test_kernels_are_as_accurate_as_pytorch_in_crowded_buckets(data, shape, dtyp
         return
     # not the exact slope: of cosines near 1 it is mostly their rounding error
     assert_as_accurate_as_pytorch(partial(inputs.expectation, backwards=[False]), dtype)
+
+
+# the last: as many queries as keys, which are masked with them
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SPREAD, (2, 2, 97, 97, 64, 64, 1, 1)])
+@pytest.mark.parametrize("data", ["random", "clusters", "mixed"])
+def test_softmax_like_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
+    inputs = Inputs(data, shape, dtype)
+    # so that keys weigh differently
+    inputs.query += 0.5 * torch.ones(shape[4]).to(dtype)
+    assert_as_accurate_as_pytorch(inputs.softmax_like, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_queries", [90, 97])
+def test_masked_rows_of_softmax_like_attention_may_hold_anything(num_queries, dtype):
+    inputs = Inputs("random", (2, 2, num_queries, 97, 64, 64, 1, 1), dtype)
+    inputs.mask[1] = False
+    expected = inputs.softmax_like(ops, dtype)[5:]
+    masked = ~inputs.mask[:, None, :, None]
+    inputs.key, inputs.value = (x.masked_fill(masked, float("nan")) for x in (inputs.key, inputs.value))
+    if num_queries == 97:
+        # masked with the keys
+        inputs.query = inputs.query.masked_fill(masked, float("inf"))
+    for got, same in zip(inputs.softmax_like(ops, dtype)[5:], expected, strict=True):
+        assert torch.equal(got, same)
+        # of the batch without a real key
+        assert (got[1] == 0).all()
+    *_, grad_query, grad_key, grad_value = expected
+    rows = (grad_key, grad_value, grad_query) if num_queries == 97 else (grad_key, grad_value)
+    assert all((x.masked_select(masked) == 0).all() for x in rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -281,7 +281,7 @@ def test_gradient_checkpointing_changes_no_gradient(attention, use_reentrant, mo
 
 
 # with use_expectation="auto", sequences of up to CROSSING tokens get the exact kernel
-CROSSING = 2 * EXACT_TOKENS_PER_HASH
+CROSSING = 2 * EXACT_TOKENS_PER_HASH["cosine"]
 AUTO = {"use_expectation": "auto", "num_hash": 2, "max_position_embeddings": 2 * CROSSING}
 
 

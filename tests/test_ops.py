@@ -245,6 +245,10 @@ def operator_calls():
         "sampled_attention_backward": [(grad, *plain, *codes, 5)],
         "expectation_attention": [(*inputs, 5, False, unit) for unit in (False, True)],
         "expectation_attention_backward": [(grad, *plain, 5, False)],
+        "softmax_like_attention": [(*inputs, key_mask, 0.5) for key_mask in (None, mask)],
+        "softmax_like_attention_backward": [
+            (grad, *(x.detach() for x in ops.softmax_like_attention(*plain, mask, 0.5)), *plain, mask, 0.5)
+        ],
         "local_attention": [(*near, *near_codes, 5, 3)],
         "local_attention_backward": [(grad, *(x.detach() for x in near), *near_codes, 5, 3)],
         "unit_rows_backward": [(grad, *normalized(grad))],
@@ -268,6 +272,16 @@ def test_exact_backward_passes_gradcheck(unit):
         assert torch.autograd.gradcheck(
             lambda *x, tau=tau: ops.expectation_attention(*x, tau, True, unit)[0], (query, key, value)
         )
+
+
+@pytest.mark.parametrize("num_queries", [5, 7])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_softmax_like_backward_passes_gradcheck(num_queries, with_mask):
+    query, key, value, _, _, mask, _ = make((2, 2, num_queries, 7, 4, 3, 1, 1), torch.float64)
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    assert torch.autograd.gradcheck(
+        lambda *x: ops.softmax_like_attention(*x, mask if with_mask else None, 0.5)[0], inputs
+    )
 
 
 @pytest.mark.parametrize("unit", [False, True])
@@ -328,6 +342,8 @@ def test_same_bits_whatever_the_number_of_threads():
             *ops.sampled_attention_backward(grad, query, key, value, *codes, 6),
             *ops.expectation_attention(query, key, value, 6, False, True),
             *ops.expectation_attention_backward(grad, query, key, value, 6, True),
+            *(softmax_like := ops.softmax_like_attention(query, key, value, None, 0.1)),
+            *ops.softmax_like_attention_backward(grad, *softmax_like, query, key, value, None, 0.1),
             ops.unit_rows_backward(grad, *normalized(query)),
         ]
 
@@ -362,6 +378,13 @@ def test_views_and_expanded_gradients_give_what_copies_give():
             got = op(grad, view, key, value, *arguments)
             expected = op(grad, view.contiguous(), key, value, *arguments)
             assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+        got, expected = (ops.softmax_like_attention(x, key, value, None, 0.2) for x in (view, view.contiguous()))
+        assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+        got, expected = (
+            ops.softmax_like_attention_backward(grad, *got, x, key, value, None, 0.2)
+            for x in (view, view.contiguous())
+        )
+        assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
     expanded = torch.ones(1).expand(2, 2, 40, 20)
     got = ops.sampled_attention_backward(expanded, query, key, value, *codes, 3)
     expected = ops.sampled_attention_backward(expanded.contiguous(), query, key, value, *codes, 3)
@@ -373,7 +396,10 @@ def test_views_and_expanded_gradients_give_what_copies_give():
 @pytest.mark.parametrize("sizes", [(0, 2, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0)])
 def test_empty_tensors(sizes, unit, implementation):
     namespace = ops if implementation == "kernel" else reference
-    query, key, value, grad, _, _, codes = make((*sizes, 8, 6, 4, 5), torch.float32)
+    query, key, value, grad, _, mask, codes = make((*sizes, 8, 6, 4, 5), torch.float32)
+    softmax_like = namespace.softmax_like_attention(query, key, value, mask, 0.5)
+    assert torch.equal(softmax_like[0], torch.zeros(*sizes[:3], 6))
+    assert torch.equal(softmax_like[1], torch.zeros(sizes[:3]))
     for out, inverse_length in (
         namespace.sampled_attention(query, key, value, *codes, 5, False, unit),
         namespace.expectation_attention(query, key, value, 5, False, unit),
@@ -383,6 +409,7 @@ def test_empty_tensors(sizes, unit, implementation):
     for gradients in (
         namespace.sampled_attention_backward(grad, query, key, value, *codes, 5),
         namespace.expectation_attention_backward(grad, query, key, value, 5, False),
+        namespace.softmax_like_attention_backward(grad, *softmax_like, query, key, value, mask, 0.5),
     ):
         for gradient, x in zip(gradients, (query, key, value), strict=False):
             assert torch.equal(gradient, torch.zeros_like(x))
@@ -412,6 +439,10 @@ def test_gradients_of_unit_rows_are_not_bounded_by_float16(sampled):
 @needs_kernels
 def test_kernels_refuse_what_would_read_past_a_buffer():
     query, key, value, grad, functions, _, codes = make((2, 2, 9, 11, 8, 6, 4, 5), torch.float32)
+
+    def softmax_like_backward(grad=grad, out=grad, total=torch.ones(2, 2, 9)):  # noqa: B008
+        return ops.softmax_like_attention_backward(grad, out, total, query, key, value, None, 0.5)
+
     bad_calls = [
         lambda: ops.sampled_attention(query, key, value[:, :, :-1], *codes, 5, False, False),
         lambda: ops.sampled_attention(query, key, value, codes[0][:, :1], codes[1], 5, False, False),
@@ -421,6 +452,12 @@ def test_kernels_refuse_what_would_read_past_a_buffer():
         lambda: ops.sampled_attention_backward(grad.double(), query, key, value, *codes, 5),
         lambda: ops.expectation_attention(query, key[..., :-1], value, 5, False, False),
         lambda: ops.expectation_attention_backward(grad[:, :, :-1], query, key, value, 5, False),
+        lambda: ops.softmax_like_attention(query, key, value[:, :, :-1], None, 0.5),
+        lambda: ops.softmax_like_attention(query, key, value, torch.ones(2, 3, dtype=torch.bool), 0.5),
+        lambda: ops.softmax_like_attention(query, key, value, None, 0.0),
+        lambda: softmax_like_backward(grad[:, :, :-1]),
+        lambda: softmax_like_backward(out=grad[..., :-1]),
+        lambda: softmax_like_backward(total=torch.ones(2, 2, 8)),
         lambda: ops.unit_rows_backward(grad[..., :-1], grad, torch.ones(2, 2, 9)),
         lambda: ops.unit_rows_backward(grad, grad, torch.ones(2, 2, 8)),
         lambda: ops.hash_hadamard(query, functions.parameters[:, :-1].contiguous(), None, 4, 5),

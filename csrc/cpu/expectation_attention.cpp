@@ -40,6 +40,8 @@ struct AllPairs {
   YOSO_INLINE void weigh(Range, Range, const T* cosine, T* base, T* weights, T* slope) const {
     kernel_slope(cosine, tau, exact, base, weights, slope);
   }
+  template <class V, class T = Element<V>>
+  YOSO_INLINE void centre_products(Range, Range, const T*, T*) const {}
 };
 
 // the choice of backward matters to autograd only

@@ -67,6 +67,9 @@ struct NearPairs {
     for (int64_t i = 0; i < kTileSize; ++i) slope[i] = weights[i] * (static_cast<T>(tau) / 2);
   }
 
+  template <class V, class T = Element<V>>
+  YOSO_INLINE void centre_products(Range, Range, const T*, T*) const {}
+
   YOSO_INLINE void copy_codes(const Codes& codes, Range rows, int64_t hash, int64_t count, int64_t stride,
                               int16_t* to) const {
     for (int64_t h = 0; h < count; ++h, to += stride) {

@@ -15,6 +15,14 @@
 //     slopes(place, signed_as, x, products)
 //                                     the like, and multiplies products by the slopes of the weights
 //     slope_scale()                   what the slopes are to be multiplied by besides
+//     kUnitRows                       whether rows are scaled to length one, by their factors
+// Where rows are not, their factors are their weights, 0 for one without any: what a pair weighs is multiplied by those
+// of both rows, of mine only at the end. Outputs are divided by the sum of their weights instead of their length, and
+// gradients are of the accumulator's type. Then there are, slopes instead of the one above:
+//     cosine_scale[batch_head]        what makes products of rows cosines
+//     slopes(place, signed_as, other_factors, x, products, row_sums)
+//                                     multiplies both by the factors of others too, and adds to row_sums
+//     kSumsRows, row_sums[row]        whether and where row_sums go, a number for each row of mine
 // The threads of a warp call weigh and slopes together, each with n x 4 pairs of a tile, which place says; rows without
 // a weight, and places past the last row, may get any.
 #pragma once
@@ -52,7 +60,7 @@ __global__ void __launch_bounds__(kRowThreads)
   infinite = sum_of_lanes(infinite, lane_bits);
   if (!exists || place.lane != 0) return;
   T inverse = square == 0 ? 0 : 1 / sqrt(square) + infinite;
-  if (!pairs.is_real(place.head, place.row)) inverse = kMasked;
+  if (!pairs.is_real(place.head, place.row)) inverse = kMasked<Pairs>;
   inverse_length[int64_t{place.head} * count + place.row] = inverse;
 }
 
@@ -70,9 +78,9 @@ Tensor inverse_lengths(const Device& device, const Tensor& rows, const Pairs& pa
 }
 
 template <class In>
-Side<In> side_of(const Tensor& rows, const Tensor& values, const Tensor& inverse_length) {
-  return {rows_of<In>(rows), rows_of<In>(values),
-          static_cast<const Accumulator<In>*>(inverse_length.const_data_ptr()), rows.size(2)};
+Side<In> side_of(const Tensor& rows, const Tensor& values, const Tensor& factors) {
+  return {rows_of<In>(rows), rows_of<In>(values), static_cast<const Accumulator<In>*>(factors.const_data_ptr()),
+          rows.size(2)};
 }
 
 // The kernels that suit the sizes and the memory, and their launches.
@@ -87,17 +95,15 @@ class Launcher {
   }
 
   void weighted_sum(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out,
-                    Accumulator<In>* out_inverse_length) const {
+                    Accumulator<In>* norms) const {
     if (suits_mma(mine) && suits_mma(others))
       with_mma_columns([&](auto columns) {
         using Place = SumPlace<In, columns(), Pairs>;
         launch_tiles<Place, MmaShared<Place, false>>(weighted_sum_mma_kernel<In, columns(), Pairs>, mine, others, pairs,
-                                                     mutable_rows_of<In>(out), out_inverse_length);
+                                                     mutable_rows_of<In>(out), norms);
       });
     else
-      launch_tiles<Place, Shared<Accumulator<In>>>(
-          columns_ <= kTile ? weighted_sum_kernel<In, 1, Pairs> : weighted_sum_kernel<In, kMaxColumns / kTile, Pairs>,
-          mine, others, pairs, mutable_rows_of<In>(out), out_inverse_length);
+      weighted_sum_any(mine, others, pairs, out, norms);
   }
 
   void gradient(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out) const {
@@ -105,12 +111,10 @@ class Launcher {
       with_mma_columns([&](auto columns) {
         using Place = GradientPlace<In, columns()>;
         launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<In, columns(), false, Pairs>, mine, others,
-                                                    pairs, mutable_rows_of<In>(out), Rows<In>{});
+                                                    pairs, mutable_rows_of<Gradient<In, Pairs>>(out), Rows<In>{});
       });
     else
-      launch_tiles<Place, Shared<Accumulator<In>>>(
-          columns_ <= kTile ? gradient_kernel<In, 1, Pairs> : gradient_kernel<In, kMaxColumns / kTile, Pairs>, mine,
-          others, pairs, mutable_rows_of<In>(out));
+      gradient_any(mine, others, pairs, out);
   }
 
   // of my rows and values
@@ -121,15 +125,29 @@ class Launcher {
       with_mma_columns([&](auto columns) {
         using Place = GradientPlace<In, columns()>;
         launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<In, columns(), true, Pairs>, mine, others,
-                                                    pairs, mutable_rows_of<In>(out), mutable_rows_of<In>(out_values));
+                                                    pairs, mutable_rows_of<Gradient<In, Pairs>>(out),
+                                                    mutable_rows_of<In>(out_values));
       });
     } else {
-      gradient(mine, others, pairs, out);
-      weighted_sum(mine, others, pairs, out_values, nullptr);
+      gradient_any(mine, others, pairs, out);
+      weighted_sum_any(mine, others, pairs, out_values, nullptr);
     }
   }
 
  private:
+  void weighted_sum_any(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out,
+                        Accumulator<In>* norms) const {
+    launch_tiles<Place, Shared<Accumulator<In>>>(
+        columns_ <= kTile ? weighted_sum_kernel<In, 1, Pairs> : weighted_sum_kernel<In, kMaxColumns / kTile, Pairs>,
+        mine, others, pairs, mutable_rows_of<In>(out), norms);
+  }
+
+  void gradient_any(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out) const {
+    launch_tiles<Place, Shared<Accumulator<In>>>(
+        columns_ <= kTile ? gradient_kernel<In, 1, Pairs> : gradient_kernel<In, kMaxColumns / kTile, Pairs>, mine,
+        others, pairs, mutable_rows_of<Gradient<In, Pairs>>(out));
+  }
+
   // Whether tensor cores take the sizes, and every piece of 16 bytes is aligned.
   bool suits_mma(const Side<In>& side) const {
     return sizeof(In) == 2 && columns_ <= kMaxMmaColumns && aligned(side.rows, sizes_.columns) &&

@@ -36,6 +36,9 @@ struct MmaPlace {
     return threadIdx.x / kWarp * kWarpRows + warp_lane() / 4 + i / 2 * 8;
   }
   __device__ __forceinline__ static int other(int b, int i) { return b * 8 + warp_lane() % 4 * 2 + i % 2; }
+  // which of the thread's kMyRows rows that of a pair is
+  static constexpr int kMyRows = 2;
+  __device__ __forceinline__ static constexpr int my_row(int, int i) { return i / 2; }
 };
 // as many rows and others as leave shared memory to other blocks
 template <class In, int columns, class Pairs>
@@ -52,16 +55,16 @@ __device__ __forceinline__ float power_of_two(float inverse) {
   return inverse > 0 ? __int_as_float(__float_as_int(inverse) & 0x7f800000) : 1;
 }
 
-// Rows in shared memory with their values, or without, and their inverse lengths.
+// Rows in shared memory with their values, or without, and their factors.
 template <class Place, int count, bool with_values>
 struct MmaTile {
   using In = typename Place::In;
   In rows[count * Place::kStride], values[with_values ? count * Place::kStride : kPiece];
-  float inverse[count];
+  float factors[count];
 
   // Scales what this thread has copied.
   __device__ __forceinline__ void scale(const Side<In>& side, const Block& block, int64_t first) {
-    const float* inverse_length = side.inverse_length + block.batch_head * side.count;
+    const float* inverse_length = side.factors + block.batch_head * side.count;
     const int row = threadIdx.x / Place::kPieces, column = threadIdx.x % Place::kPieces * kPiece;
 #pragma unroll
     for (int r = row; r < count; r += Place::kRowsOfStep) {
@@ -71,7 +74,7 @@ struct MmaTile {
 #pragma unroll
       for (int c = 0; c < kPiece; ++c) piece[c] = static_cast<In>(static_cast<float>(piece[c]) * scale);
     }
-    if (threadIdx.x < count) inverse[threadIdx.x] /= power_of_two(inverse[threadIdx.x]);
+    if (threadIdx.x < count) factors[threadIdx.x] /= power_of_two(factors[threadIdx.x]);
   }
 };
 
@@ -89,7 +92,7 @@ class MmaReader {
     values_left_ = (column < sizes.value_columns ? left_ : 0) - row;
     rows_ = side.rows.at(block.batch, block.head, first + row) + column;
     values_ = side.values.at(block.batch, block.head, first + row) + column;
-    inverse_length_ = side.inverse_length + block.batch_head * side.count + first;
+    factors_ = side.factors + block.batch_head * side.count + first;
   }
 
   // Starts to copy the next tile; 0 past the last row and column, and where a row has no weight.
@@ -98,7 +101,7 @@ class MmaReader {
 #pragma unroll
     for (int r = 0; r < count; r += Place::kRowsOfStep) {
       const int row = threadIdx.x / Place::kPieces + r;
-      const bool masked = Pairs::kMasksRows && row < left_ && inverse_length_[row] == kMasked;
+      const bool masked = Pairs::kMasksRows && row < left_ && factors_[row] == kMasked<Pairs>;
       copy_ahead<16>(to.rows + place_ + r * Place::kStride, rows_, masked || r >= rows_left_);
       rows_ += Place::kRowsOfStep * side_.rows.row_stride;
       if constexpr (with_values) {
@@ -107,8 +110,8 @@ class MmaReader {
       }
     }
     const int i = threadIdx.x;
-    if (i < count) copy_ahead<4>(to.inverse + i, inverse_length_ + i, i >= left_);
-    inverse_length_ += count;
+    if (i < count) copy_ahead<4>(to.factors + i, factors_ + i, i >= left_);
+    factors_ += count;
     left_ -= count;
     rows_left_ -= count;
     values_left_ -= count;
@@ -118,7 +121,7 @@ class MmaReader {
   const Side<In>& side_;
   int left_, rows_left_, values_left_, place_;
   const In *rows_, *values_;
-  const float* inverse_length_;
+  const float* factors_;
 };
 
 // The block's rows, and two tiles of others: one is on its way while the other is multiplied.
@@ -222,16 +225,24 @@ __device__ __forceinline__ void add_weighted_mma(const float (&weights)[n][4], c
 
 // 1 - |cosine|, of the products of rows.
 template <class Place, int n>
-__device__ __forceinline__ void take_versines(const float (&products)[n][4], const float* my_inverse,
-                                              const float* other_inverse, float (&versines)[n][4]) {
+__device__ __forceinline__ void take_versines(const float (&products)[n][4], const float* my_factors,
+                                              const float* other_factors, float (&versines)[n][4]) {
 #pragma unroll
   for (int i = 0; i < n * 4; ++i) {
     // what is too large for a float, or the difference of two such: of a row whose inverse length is 0
     const float size = fminf(fabsf(products[i / 4][i % 4]), FLT_MAX);
     // one after the other: both together may leave the range of float32
     versines[i / 4][i % 4] =
-        1 - size * other_inverse[Place::other(i / 4, i % 4)] * my_inverse[Place::row(i / 4, i % 4)];
+        1 - size * other_factors[Place::other(i / 4, i % 4)] * my_factors[Place::row(i / 4, i % 4)];
   }
+}
+
+// The like of products that one number makes cosines.
+template <int n>
+__device__ __forceinline__ void take_versines(const float (&products)[n][4], float cosine_scale,
+                                              float (&versines)[n][4]) {
+#pragma unroll
+  for (int i = 0; i < n * 4; ++i) versines[i / 4][i % 4] = 1 - fabsf(products[i / 4][i % 4]) * cosine_scale;
 }
 
 // The sum over the lanes that have columns of the same rows.
@@ -268,6 +279,14 @@ __device__ __forceinline__ void scale_into_range(float (&slopes)[n][4], float (&
 }
 
 // Stores the thread's part of a row: sums[*][half * 2] and sums[*][half * 2 + 1], scaled.
+template <int n>
+__device__ __forceinline__ void store_row(float* to, const float (&sums)[n][4], int half, float scale, int64_t end) {
+  to += warp_lane() % 4 * 2;
+#pragma unroll
+  for (int b = 0; b < n; ++b)
+    if (b * 8 < end)
+      *reinterpret_cast<float2*>(to + b * 8) = {sums[b][half * 2] * scale, sums[b][half * 2 + 1] * scale};
+}
 template <class In, int n>
 __device__ __forceinline__ void store_row(In* to, const float (&sums)[n][4], int half, float scale, int64_t end) {
   to += warp_lane() % 4 * 2;
@@ -281,7 +300,7 @@ __device__ __forceinline__ void store_row(In* to, const float (&sums)[n][4], int
 template <class In, int columns, class Pairs>
 __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2)
     weighted_sum_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out,
-                            float* out_inverse_length) {
+                            float* norms) {
   using Place = SumPlace<In, columns, Pairs>;
   constexpr int kOthers = Place::kOthers;
   auto& shared = *shared_memory<MmaShared<Place, false>>();
@@ -289,11 +308,15 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
   const Range range = pairs.near(block.first, block.last, others.count);
   const int count = static_cast<int>(others.count), first_row = static_cast<int>(block.first);
   float sums[columns / 8][4] = {}, weight_sum[2] = {}, rounded_sum[4] = {};
+  [[maybe_unused]] const float cosine_scale = cosine_scale_of<float>(pairs, block.batch_head);
   const bool few = count <= kFewOthers;
   for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](int first, const auto& tile) {
     float cosines[kOthers / 8][4], weights[kOthers / 8][4];
     multiply_mma<columns>(shared.mine.rows, tile.rows, cosines);
-    take_versines<Place>(cosines, shared.mine.inverse, tile.inverse, weights);
+    if constexpr (Pairs::kUnitRows)
+      take_versines<Place>(cosines, shared.mine.factors, tile.factors, weights);
+    else
+      take_versines(cosines, cosine_scale, weights);
     const Place place{block.batch_head, first_row, first};
     pairs.weigh(place, cosines, weights);
     if (Pairs::kPositive && first + kOthers > count) {
@@ -305,7 +328,7 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
     }
 #pragma unroll
     for (int i = 0; i < kOthers / 2; ++i) {
-      weights[i / 4][i % 4] *= kWeightScale<In>;
+      weights[i / 4][i % 4] *= Pairs::kUnitRows ? kWeightScale<In> : tile.factors[Place::other(i / 4, i % 4)];
       weight_sum[i % 4 / 2] += weights[i / 4][i % 4];
     }
     uint32_t rounded[kOthers / 16][4];
@@ -320,15 +343,20 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
   for (int half = 0; half < 2; ++half) {
     const int tile_row = Place::row(0, half * 2), row = first_row + tile_row;
     float scale = 1 / kWeightScale<In>;
-    if (Pairs::kMasksRows && shared.mine.inverse[tile_row] == kMasked) scale = 0;
-    if constexpr (Pairs::kPositive) {
+    if (Pairs::kMasksRows && shared.mine.factors[tile_row] == kMasked<Pairs>) scale = 0;
+    if constexpr (!Pairs::kUnitRows) {
+      // divided by what they were multiplied by: what the weights' rounding has in common drops out
+      const float weight = quad_sum(weight_sum[half]), divisor = few ? weight : rounded_sum[half * 2];
+      scale = divisor > 0 ? 1 / divisor : 0;
+      if (row < mine.count && warp_lane() % 4 == 0) norms[block.batch_head * mine.count + row] = weight;
+    } else if constexpr (Pairs::kPositive) {
       // what the weights' rounding has in common: with equal keys, all of it
       const float weight = quad_sum(weight_sum[half]), rounded = rounded_sum[half * 2];
       const float ratio = !few && rounded > 0 ? weight / rounded : 1;
 #pragma unroll
       for (int i = 0; i < columns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= ratio;
     }
-    if (out_inverse_length != nullptr) {
+    if (Pairs::kUnitRows && norms != nullptr) {
       float square = 0;
 #pragma unroll
       for (int i = 0; i < columns / 4; ++i) {
@@ -338,7 +366,7 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
       square = quad_sum(square);
       const float inverse = square > 0 ? 1 / sqrt(square) : 0;
       scale *= inverse;
-      if (row < mine.count && warp_lane() % 4 == 0) out_inverse_length[block.batch_head * mine.count + row] = inverse;
+      if (row < mine.count && warp_lane() % 4 == 0) norms[block.batch_head * mine.count + row] = inverse;
     }
     if (row < mine.count)
       store_row(out.at(block.batch, block.head, row), sums, half, scale, sizes.value_columns);
@@ -348,7 +376,8 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
 // gradient_kernel on tensor cores; with the gradient of my values too, where there is a place for it
 template <class In, int columns, bool with_values, class Pairs>
 __global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads)
-    gradient_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out, Rows<In> out_values) {
+    gradient_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<Gradient<In, Pairs>> out,
+                        Rows<In> out_values) {
   using Place = GradientPlace<In, columns>;
   constexpr int kOthers = Place::kOthers;
   auto& shared = *shared_memory<MmaShared<Place, true>>();
@@ -356,50 +385,67 @@ __global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads)
   const Range range = pairs.near(block.first, block.last, others.count);
   const int count = static_cast<int>(others.count), first_row = static_cast<int>(block.first);
   float sums[columns / 8][4] = {}, value_sums[with_values ? columns / 8 : 1][4] = {};
+  [[maybe_unused]] float row_sums[Place::kMyRows] = {};
+  const float cosine_scale = cosine_scale_of<float>(pairs, block.batch_head);
   // the largest power of two, since nothing was added yet
   float scale[2] = {0x1p127f, 0x1p127f};
   const bool few = count <= kFewOthers;
   for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](int first, const auto& tile) {
     float cosines[kOthers / 8][4], weights[kOthers / 8][4], products[kOthers / 8][4];
     multiply_mma<columns>(shared.mine.rows, tile.rows, cosines);
-    take_versines<Place>(cosines, shared.mine.inverse, tile.inverse, weights);
+    if constexpr (Pairs::kUnitRows)
+      take_versines<Place>(cosines, shared.mine.factors, tile.factors, weights);
+    else
+      take_versines(cosines, cosine_scale, weights);
     multiply_mma<columns>(shared.mine.values, tile.values, products);
     const Place place{block.batch_head, first_row, first};
-    pairs.slopes(place, cosines, weights, products);
+    if constexpr (Pairs::kUnitRows) {
+      pairs.slopes(place, cosines, weights, products);
 #pragma unroll
-    for (int i = 0; i < kOthers / 2; ++i) {
-      products[i / 4][i % 4] *= tile.inverse[Place::other(i / 4, i % 4)];
-      weights[i / 4][i % 4] *= kWeightScale<In>;
+      for (int i = 0; i < kOthers / 2; ++i) {
+        products[i / 4][i % 4] *= tile.factors[Place::other(i / 4, i % 4)];
+        weights[i / 4][i % 4] *= kWeightScale<In>;
+      }
+    } else {
+      pairs.slopes(place, cosines, tile.factors, weights, products, row_sums);
     }
     if constexpr (std::is_same_v<In, Half>) scale_into_range(products, scale, sums);
     uint32_t rounded[kOthers / 16][4];
     add_weighted_mma<columns>(products, tile.rows, few, sums, rounded);
     if constexpr (with_values) add_weighted_mma<columns>(weights, tile.values, few, value_sums, rounded);
   });
-  const float slope_scale = pairs.template slope_scale<float>();
+  const float slope_scale = pairs.template slope_scale<float>() * cosine_scale;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int tile_row = Place::row(0, half * 2);
-    const float inverse = shared.mine.inverse[tile_row];
+    const float my_factor = shared.mine.factors[tile_row];
     const In* from = shared.mine.rows + tile_row * Place::kStride + Place::other(0, 0);
     const float factor = std::is_same_v<In, Half> ? slope_scale / scale[half] : slope_scale;
 #pragma unroll
     for (int i = 0; i < columns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= factor;
-    float along = 0;
+    if constexpr (Pairs::kUnitRows) {
+      float along = 0;
 #pragma unroll
-    for (int i = 0; i < columns / 4; ++i)
-      along += sums[i / 2][half * 2 + i % 2] * (static_cast<float>(from[i / 2 * 8 + i % 2]) * inverse);
-    along = quad_sum(along);
+      for (int i = 0; i < columns / 4; ++i)
+        along += sums[i / 2][half * 2 + i % 2] * (static_cast<float>(from[i / 2 * 8 + i % 2]) * my_factor);
+      along = quad_sum(along);
 #pragma unroll
-    for (int i = 0; i < columns / 4; ++i)
-      sums[i / 2][half * 2 + i % 2] -= along * (static_cast<float>(from[i / 2 * 8 + i % 2]) * inverse);
+      for (int i = 0; i < columns / 4; ++i)
+        sums[i / 2][half * 2 + i % 2] -= along * (static_cast<float>(from[i / 2 * 8 + i % 2]) * my_factor);
+    }
     const int row = first_row + tile_row;
+    if constexpr (Pairs::kSumsRows) {
+      const float row_sum = quad_sum(row_sums[half]) * my_factor;
+      if (row < mine.count && warp_lane() % 4 == 0) pairs.row_sums[block.batch_head * mine.count + row] = row_sum;
+    }
     if (row < mine.count) {
       store_row(out.at(block.batch, block.head, row), sums, half,
-                mine.inverse_length[block.batch_head * mine.count + row], sizes.columns);
+                mine.factors[block.batch_head * mine.count + row], sizes.columns);
       if constexpr (with_values)
         store_row(out_values.at(block.batch, block.head, row), value_sums, half,
-                  Pairs::kMasksRows && inverse == kMasked ? 0 : 1 / kWeightScale<In>, sizes.value_columns);
+                  Pairs::kUnitRows ? (Pairs::kMasksRows && my_factor == kMasked<Pairs> ? 0 : 1 / kWeightScale<In>)
+                                   : my_factor,
+                  sizes.value_columns);
     }
   }
 }

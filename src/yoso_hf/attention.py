@@ -8,9 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .graphs import expectation_attention_graph, sampled_attention_graph
+from .graphs import (
+    expectation_attention_graph,
+    sampled_attention_graph,
+    softmax_like_attention_graph,
+    softmax_like_weights,
+)
 from .hashing import EXACT_RANGE, MAX_EXACT_HASH_CODE_LEN, MAX_HASH_CODE_LEN, HashFunctions, check_integer
-from .ops import compiled_backends, expectation_attention, local_attention, sampled_attention
+from .ops import (
+    compiled_backends,
+    expectation_attention,
+    local_attention,
+    sampled_attention,
+    softmax_like_attention,
+)
+from .reference import centred, longest_row
 
 HAS_CUDA_KERNELS = "cuda" in compiled_backends()
 
@@ -19,18 +31,17 @@ SIMILARITIES = ("cosine", "softmax")
 BACKWARDS = ("sampled", "expectation", "exact")
 EXPECTATIONS = (True, False, "auto")
 
-# Of similarity="softmax". The exact kernel follows exp the further the higher its power.
-SOFTMAX_POWER = MAX_EXACT_HASH_CODE_LEN
-# The longest row misses something to its length as well, without which its gradient along itself would be lost.
-MARGIN = 1.01
-# The keys of the largest weight, which are not sampled: a few have much of it, and would hardly ever collide.
+# Of similarity="softmax", the keys of the largest weight, which are not sampled: a few have much of it, and would
+# hardly ever collide.
 NUM_HEAVY_KEYS = 64
 
-# The length, for each hash function, at which the exact kernel takes as long as the sampled one. Measured by
+# The length, for each hash function, at which the exact kernel takes as long as the sampled one, by similarity.
+# Measured on CPUs in float32: the length at which the two cross, between that of the forward and that of forward with
+# backward where the command has both, divided by m.
 #     python benchmarks/bench_attention.py --groups lengths --lengths 256 320 384 512 --output crossing.json
-# (CPU, float32, m = 32, tau = 9, D = 64): the length at which "yoso" and "yoso expectation" cross, between that of
-# the forward and that of forward with backward, divided by m.
-EXACT_TOKENS_PER_HASH = 11
+# (m = 32, tau = 9, D = 64), and, with the files of its docstring,
+#     python benchmarks/bench_embeddings.py --settings exact "sampled, tau 13, m 64" --lengths 896 1024 1152 1280
+EXACT_TOKENS_PER_HASH = {"cosine": 11, "softmax": 16}
 
 if torch.__version__ >= "2.13":
     from torch.compiler import is_exporting
@@ -40,16 +51,19 @@ else:
         return torch.compiler._is_exporting_flag
 
 
-def exact_is_cheaper(num_queries: int, num_keys: int, num_hash: int) -> bool:
+def exact_is_cheaper(
+    num_queries: int, num_keys: int, num_hash: int, similarity: Literal["cosine", "softmax"] = "cosine"
+) -> bool:
     """Whether expectation="auto" takes the exact kernel: its cost grows as N M, that of sampling as (N + M) m.
 
     Args:
         num_queries: N, >= 1; padding counts.
         num_keys: M, >= 1; padding counts.
         num_hash: m, >= 1.
+        similarity: as for yoso_attention.
 
     Returns:
-        True while the harmonic mean of N and M is at most EXACT_TOKENS_PER_HASH m.
+        True while the harmonic mean of N and M is at most EXACT_TOKENS_PER_HASH[similarity] m.
 
     Raises:
         ValueError: torch.export with a dynamic length or strict=True; an exported program has one of the two kernels.
@@ -62,7 +76,7 @@ def exact_is_cheaper(num_queries: int, num_keys: int, num_hash: int) -> bool:
             "or strict=True: choose True or False, or export a fixed length with strict=False"
         )
     # one rule with and without gradients: checkpointing runs a layer both ways, and must compute the same twice
-    return 2 * num_queries * num_keys <= EXACT_TOKENS_PER_HASH * (num_queries + num_keys) * num_hash
+    return 2 * num_queries * num_keys <= EXACT_TOKENS_PER_HASH[similarity] * (num_queries + num_keys) * num_hash
 
 
 def yoso_attention(
@@ -113,7 +127,7 @@ def yoso_attention(
             exp(scale query . key). Queries and keys are taken less their means over the sequence, as softmax
             does not notice what all keys share, and what the queries share is a weight of each key,
             exp(scale mean of queries . key). That one is exact; the kernel stands for what is left. Where the
-            expectation is computed, x is the dot product, in the scale in which the kernel's power 32 is closest to
+            expectation is computed, x is the dot product, in the scale in which the kernel's power 128 is closest to
             exp, hash_code_len has no effect, and backward is "exact". Where sampled, x is the cosine, what is left is
             1 + share (2^hash_code_len kernel - 1), with a share in 0..1 that grows with the lengths of query and
             key, and the 64 keys of the largest weight get their expectation. Needs normalization="sum". With N = M,
@@ -140,7 +154,7 @@ def yoso_attention(
     check_integer("num_hash", num_hash, 1)
     _check_hash_code_len(hash_code_len, heads, expectation, hash_functions)
     if expectation == "auto":
-        expectation = exact_is_cheaper(query.shape[2], key.shape[2], num_hash)
+        expectation = exact_is_cheaper(query.shape[2], key.shape[2], num_hash, similarity)
 
     out_dtype = value.dtype
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
@@ -148,12 +162,15 @@ def yoso_attention(
     key_weight = None
     if similarity == "softmax":
         scale = scale or head_dim**-0.5
-        query, key, key_weight = _centred(query, key, key_mask, scale)
         if expectation:
-            query, key = _on_sphere(query, key, scale)
-            hash_code_len, backward = SOFTMAX_POWER, "exact"
-        else:
-            query_share, key_share = _shares(query, key, scale, _by_head(hash_code_len, query))
+            if dtype == torch.float16:
+                # weights span more than its range
+                query, key, value = query.float(), key.float(), value.float()
+            attend = softmax_like_attention_graph if torch.onnx.is_in_onnx_export() else softmax_like_attention
+            out, _ = attend(query, key, value, key_mask, scale)
+            return out.to(out_dtype)
+        query, key, key_weight, _ = centred(query, key, key_mask, scale)
+        query_share, key_share = _shares(query, key, scale, _by_head(hash_code_len, query))
         query, key = query.to(dtype), key.to(dtype)
     # sums of many values, or of small weights, leave float16's range; CUDA's kernels scale them before they round
     scaled_late = normalization == "sum" or (normalization == "l2" and not (query.is_cuda and HAS_CUDA_KERNELS))
@@ -173,7 +190,7 @@ def yoso_attention(
         key, value = key.masked_fill(masked, 0), value.masked_fill(masked, 0)
 
     tensors = (query, key, value)
-    if key_weight is not None and not expectation:
+    if key_weight is not None:
         sampled_value = value * key_share.to(value.dtype)
         common, rest = (x.sum(2, keepdim=True, dtype=key_weight.dtype) for x in (value, value - sampled_value))
         tensors = (query, *_without_heavy(key, sampled_value, key_weight))
@@ -213,9 +230,9 @@ def yoso_attention(
             outs.append(of_heads(length, functions, *(x[:, chosen] for x in tensors)))
             order += chosen
         out = torch.cat(outs, dim=1)[:, [order.index(head) for head in range(heads)]]
-    if key_weight is not None and not expectation:
+    if key_weight is not None:
         # 1 + share (2^tau p - 1), of sums that are not negative: shares of keys are in them already
-        out = torch.lerp(common, rest + out * 2.0 ** _by_head(hash_code_len, out), query_share)
+        out = torch.lerp(common, out.mul_(2.0 ** _by_head(hash_code_len, out)).add_(rest), query_share)
     if normalization == "sum":
         out = _divide(out[..., :columns], out[..., -1:])
     return out.to(out_dtype)
@@ -241,19 +258,13 @@ def attention_weights(
     Returns:
         [B, H, N, M], in query's dtype.
     """
-    key_weight = None
-    if similarity == "softmax":
-        scale = scale or query.shape[3] ** -0.5
-        query, key, key_weight = _centred(query, key, key_mask, scale)
-        query, key = _on_sphere(query, key, scale)
-        hash_code_len = SOFTMAX_POWER
-    power = _by_head(hash_code_len, query)
     wide = torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
-        cosine = F.normalize(query.to(wide), dim=-1) @ F.normalize(key.to(wide), dim=-1).transpose(-1, -2)
-    weights = (1 - torch.acos(cosine.clamp(-1, 1)) / math.pi) ** power
-    if key_weight is not None:
-        weights = weights * key_weight.transpose(-1, -2)
+        if similarity == "softmax":
+            weights = softmax_like_weights(query, key, key_mask, scale or query.shape[3] ** -0.5)
+        else:
+            cosine = F.normalize(query.to(wide), dim=-1) @ F.normalize(key.to(wide), dim=-1).transpose(-1, -2)
+            weights = (1 - torch.acos(cosine.clamp(-1, 1)) / math.pi) ** _by_head(hash_code_len, query)
     if key_mask is not None:
         weights = weights.masked_fill(~key_mask[:, None, None], 0)
     if normalization == "sum":
@@ -268,53 +279,6 @@ def _by_head(hash_code_len: int | list[int] | tuple[int, ...], like: Tensor) -> 
     return hash_code_len if isinstance(hash_code_len, int) else like.new_tensor(hash_code_len).view(-1, 1, 1)
 
 
-def _centred(query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys less their means, and the weights of keys, at most 1, [B, H, M, 1]; in float32 or wider.
-
-    With a bar for means, exp(q.k) = exp(q.k_bar) exp(q_bar.(k - k_bar)) exp((q - q_bar).(k - k_bar)). The first factor
-    is the same for all keys of a query, the second is the weight.
-    """
-    real_keys = None if key_mask is None else key_mask[:, None, :, None]
-    # as many queries as keys are of the same tokens
-    real_queries = real_keys if query.shape[2] == key.shape[2] else None
-    query, query_mean = _less_mean(query, real_queries)
-    key, _ = _less_mean(key, real_keys)
-    logarithm = (key * query_mean).sum(-1, keepdim=True) * scale
-    if real_keys is not None:
-        logarithm = logarithm.masked_fill(~real_keys, torch.finfo(logarithm.dtype).min)
-    if key.shape[2] > 0:
-        logarithm = logarithm - logarithm.detach().amax(2, keepdim=True)
-    return query, key, logarithm.exp()
-
-
-def _less_mean(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if real is None:
-        mean = x.sum(2, keepdim=True) / max(x.shape[2], 1)
-        return x - mean, mean
-    # masked rows may hold anything
-    x = x.masked_fill(~real, 0)
-    mean = x.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)
-    return (x - mean).masked_fill(~real, 0), mean
-
-
-def _on_sphere(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Rows of two columns more, whose cosine x has the logarithm of the kernel grow as scale q.k.
-
-    That of (1 - acos(x) / pi)^tau has the slope 2 tau / pi at 0. Where x would leave [-1, 1], it grows less.
-    """
-    square_query, square_key = (x.square().sum(-1, keepdim=True) for x in (query, key))
-    # the product of the lengths that rows get, and these, whose ratio is that of the longest rows
-    longest_query, longest_key = _longest(square_query), _longest(square_key)
-    product = (MARGIN * longest_query * longest_key).clamp(min=2 * SOFTMAX_POWER / (math.pi * scale))
-    ratio = longest_query / longest_key
-    missing_query = _missing_length(product * ratio, square_query)
-    missing_key = _missing_length(product / ratio, square_key)
-    query = torch.cat([query, missing_query, torch.zeros_like(missing_query)], dim=-1)
-    key = torch.cat([key, torch.zeros_like(missing_key), missing_key], dim=-1)
-    return query, key
-
-
 def _shares(query: Tensor, key: Tensor, scale: float, power: int | Tensor) -> tuple[Tensor, Tensor]:
     """How much of the kernel a weight has, by query and by key, in 0..1: [B, H, N, 1] and [B, H, M, 1].
 
@@ -322,24 +286,9 @@ def _shares(query: Tensor, key: Tensor, scale: float, power: int | Tensor) -> tu
     of a pair's shares is the square of the quotient of these two slopes, unless one share has to be cut to 1.
     """
     square_query, square_key = (x.square().sum(-1, keepdim=True) for x in (query, key))
-    ratio = _longest(square_key) / _longest(square_query)
+    ratio = longest_row(square_key) / longest_row(square_query)
     quotient = scale * math.pi / (2 * power)
     return (square_query * (quotient * ratio)).clamp(max=1), (square_key * (quotient / ratio)).clamp(max=1)
-
-
-def _longest(square: Tensor) -> Tensor:
-    if square.shape[2] == 0:
-        return square.new_ones(*square.shape[:2], 1, 1)
-    # a scale, without a gradient; of zeros any would do
-    longest = square.detach().amax(2, keepdim=True).sqrt()
-    return torch.where(longest > 0, longest, 1)
-
-
-def _missing_length(square: Tensor, squares: Tensor) -> Tensor:
-    missing = square - squares
-    positive = missing > 0
-    # two steps, because the slope of a square root at zero would be 0 * inf
-    return torch.where(positive, missing, 1).sqrt() * positive
 
 
 def _without_heavy(key: Tensor, value: Tensor, key_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -350,16 +299,13 @@ def _without_heavy(key: Tensor, value: Tensor, key_weight: Tensor) -> tuple[Tens
 
 
 def _divide(out: Tensor, total: Tensor) -> Tensor:
-    positive = total > 0
-    # two steps, because the gradient of a quotient that is masked afterwards would be 0 * inf
-    return out / torch.where(positive, total, 1) * positive
+    # by infinity where there is no weight: a quotient that is masked afterwards would have the gradient 0 * inf
+    return out / torch.where(total > 0, total, math.inf)
 
 
 def _unit_rows(out: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(out, dim=-1, keepdim=True, dtype=torch.promote_types(out.dtype, torch.float32))
-    positive = length > 0
-    # as above: a zero row has no gradient
-    return out / torch.where(positive, length, 1) * positive
+    return _divide(out, length)
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:

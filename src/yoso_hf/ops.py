@@ -37,6 +37,10 @@ SCHEMAS = {
     "bool unit) -> (Tensor, Tensor)",
     "expectation_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, int hash_code_len, "
     "bool exact) -> (Tensor, Tensor, Tensor)",
+    "softmax_like_attention": "(Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale) "
+    "-> (Tensor, Tensor)",
+    "softmax_like_attention_backward": "(Tensor grad, Tensor out, Tensor total, Tensor query, Tensor key, "
+    "Tensor value, Tensor? key_mask, float scale) -> (Tensor, Tensor, Tensor)",
     "local_attention": "(Tensor query, Tensor key, Tensor value, Tensor query_codes, Tensor key_codes, "
     "int hash_code_len, int window) -> Tensor",
     "local_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor query_codes, "
@@ -78,10 +82,10 @@ def _fake_hash(x, parameters, mask, num_hash, hash_code_len):  # noqa: ARG001
     return x.new_empty(x.shape[0], x.shape[1], num_hash, x.shape[2], dtype=dtype)
 
 
-def _fake_attention(value, rows, unit):
+def _fake_attention(value, rows, by_row):
     dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-    inverse_length = value.new_empty((*value.shape[:2], rows) if unit else 0, dtype=dtype)
-    return _empty_heads_last(value, rows, value.shape[3]), inverse_length
+    numbers = value.new_empty((*value.shape[:2], rows) if by_row else 0, dtype=dtype)
+    return _empty_heads_last(value, rows, value.shape[3]), numbers
 
 
 def _fake_sampled(query, key, value, query_codes, key_codes, hash_code_len, expectation_backward, unit):  # noqa: ARG001
@@ -97,6 +101,14 @@ def _fake_expectation(query, key, value, hash_code_len, exact_backward, unit):  
 
 
 def _fake_expectation_backward(grad, query, key, value, hash_code_len, exact):  # noqa: ARG001
+    return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
+
+
+def _fake_softmax_like(query, key, value, key_mask, scale):  # noqa: ARG001
+    return _fake_attention(value, query.shape[2], True)
+
+
+def _fake_softmax_like_backward(grad, out, total, query, key, value, key_mask, scale):  # noqa: ARG001
     return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
 
 
@@ -164,6 +176,17 @@ def _expectation_gradients(ctx, grad, _):
     return *gradients, None, None, None
 
 
+def _save_softmax_like(ctx, inputs, output):
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _softmax_like_gradients(ctx, grad, _):
+    gradients = softmax_like_attention_backward(grad, *ctx.saved_tensors, ctx.scale)
+    return *gradients, None, None
+
+
 def _save_local(ctx, inputs, output):  # noqa: ARG001
     *tensors, ctx.hash_code_len, ctx.window = inputs
     ctx.save_for_backward(*tensors)
@@ -203,6 +226,8 @@ def _register() -> torch.library.Library:
         "sampled_attention_backward": _fake_sampled_backward,
         "expectation_attention": _fake_expectation,
         "expectation_attention_backward": _fake_expectation_backward,
+        "softmax_like_attention": _fake_softmax_like,
+        "softmax_like_attention_backward": _fake_softmax_like_backward,
         "local_attention": _fake_local,
         "local_attention_backward": _fake_local_backward,
         "unit_rows_backward": _fake_unit_rows_backward,
@@ -215,6 +240,7 @@ def _register() -> torch.library.Library:
     gradients = {
         "sampled_attention": (_save_sampled, _sampled_gradients),
         "expectation_attention": (_save_expectation, _expectation_gradients),
+        "softmax_like_attention": (_save_softmax_like, _softmax_like_gradients),
         "local_attention": (_save_local, _local_gradients),
     }
     for name, (save, gradient) in gradients.items():
@@ -235,6 +261,8 @@ sampled_attention = operators.sampled_attention.default
 sampled_attention_backward = operators.sampled_attention_backward.default
 expectation_attention = operators.expectation_attention.default
 expectation_attention_backward = operators.expectation_attention_backward.default
+softmax_like_attention = operators.softmax_like_attention.default
+softmax_like_attention_backward = operators.softmax_like_attention_backward.default
 local_attention = operators.local_attention.default
 local_attention_backward = operators.local_attention_backward.default
 unit_rows_backward = operators.unit_rows_backward.default

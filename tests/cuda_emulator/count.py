@@ -3,6 +3,7 @@
     python tests/cuda_emulator/count.py
     python tests/cuda_emulator/count.py --lengths 4096 65536 --num_hash 8
     python tests/cuda_emulator/count.py --lengths 512 1024 --expectation
+    python tests/cuda_emulator/count.py --lengths 512 --expectation --similarity softmax
     python tests/cuda_emulator/count.py --local_window 128
 
 For yoso_attention with bfloat16, forward and backward, of one head; the numbers are those of all heads. Of what a
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--hash_code_len", type=int, default=9)
     parser.add_argument("--num_hash", type=int, default=32)
     parser.add_argument("--expectation", action="store_true", help="the exact kernels")
+    parser.add_argument("--similarity", default="cosine", choices=("cosine", "softmax"))
     parser.add_argument("--local_window", type=int, default=0, help="near pairs too, those at most so far apart")
     parser.add_argument("--library", type=Path, help="what build.py has made; built unless given")
     parser.add_argument("--bandwidth", type=float, default=5.5e12, help="bytes a second from the second-level cache")
@@ -89,6 +91,8 @@ def main() -> None:
             options = {"num_hash": args.num_hash, "local_window": args.local_window}
             if args.expectation:
                 options = {"expectation": True}
+            if args.similarity == "softmax":
+                options |= {"similarity": "softmax", "normalization": "sum"}
             out = yoso_attention(*inputs, hash_code_len=args.hash_code_len, **options)
             forward = counts.take()
             torch.autograd.grad(out, inputs, torch.randn_like(out))

@@ -109,6 +109,14 @@ template <class T>
 PTX_INLINE T fused_multiply_add(T x, T y, T z) {
   return std::fma(x, y, z);
 }
+// rounded down; products of floats, and sums of numbers of like size, are exact as doubles
+PTX_INLINE float fused_multiply_add_down(float x, float y, float z) {
+  const float sum = std::fma(x, y, z);
+  return double{x} * y < double{sum} - z ? std::nextafter(sum, -std::numeric_limits<float>::infinity()) : sum;
+}
+PTX_INLINE float power_of_two(float x) { return std::exp2(x); }
+// in 0..1, and 0 for what is not a number
+PTX_INLINE float saturated(float x) { return x > 0 ? std::fmin(x, 1.0f) : 0; }
 template <class T>
 PTX_INLINE T square_root(T x) {
   return std::sqrt(x);

@@ -30,7 +30,7 @@ COMPARISONS |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 FUNCTIONS = {"div": "quotient", "rem": "remainder", "min": "minimum", "max": "maximum", "abs": "absolute"}
 FUNCTIONS |= {"not": "complement", "sqrt": "square_root", "rcp": "reciprocal", "rsqrt": "reciprocal_square_root"}
 FUNCTIONS |= {"popc": "count_ones", "clz": "count_leading_zeros", "brev": "reverse_bits"}
-FUNCTIONS |= {"neg": "negative", "fma": "fused_multiply_add", "copysign": "copy_sign"}
+FUNCTIONS |= {"neg": "negative", "fma": "fused_multiply_add", "copysign": "copy_sign", "ex2": "power_of_two"}
 # what stands for itself; launches run one after the other, so that what lets the next one start does nothing
 WHOLE = {
     "ret": "return;",
@@ -235,13 +235,16 @@ class Function:
 
     def function(self, name: str, modifiers: list[str], operands: list[str]) -> str | None:
         kind = TYPES[modifiers[-1]]
-        if not {*modifiers[:-1]} <= {"rn", "approx", "ftz"}:
+        function = FUNCTIONS[name]
+        if name == "fma" and modifiers == ["rm", "f32"]:
+            function = "fused_multiply_add_down"
+        elif not {*modifiers[:-1]} <= {"rn", "approx", "ftz"}:
             return None
         result = "uint32_t" if name in ("popc", "clz") else kind
         arguments = [self.value(operand, kind) for operand in operands[1:]]
         if "ftz" in modifiers:
             arguments = [f"flushed({argument})" for argument in arguments]
-        return self.assign(operands[0], f"{FUNCTIONS[name]}({', '.join(arguments)})", result)
+        return self.assign(operands[0], f"{function}({', '.join(arguments)})", result)
 
     # The others, by the names of instructions.
 
@@ -264,6 +267,8 @@ class Function:
 
     def cvt_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
         *how, to, source = modifiers
+        if modifiers == ["sat", "f32", "f32"]:
+            return self.assign(operands[0], f"saturated({self.value(operands[1], 'float')})", "float")
         if not {*how} <= {*ROUNDINGS, "ftz"}:
             return None
         rounding = next((f"Rounding::{name}" for name in ROUNDINGS if name in how), "Rounding::none")
