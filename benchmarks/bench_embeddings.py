@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument("--train_file", type=Path, required=True, help="what hash_code_len is fitted on")
     parser.add_argument("--fit_sentences", type=int, default=200)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
-    parser.add_argument("--lengths", type=int, nargs="*", default=[128, 512, 4096])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[128, 512, 1024, 4096])
     parser.add_argument("--document_file", type=Path, help="without it, no documents are compared")
     parser.add_argument("--max_documents", type=int, default=10, help="as many, evenly spread over the file")
     parser.add_argument("--document_lengths", type=int, nargs="*", default=[512, 1024, 2048, 4096])
