@@ -197,9 +197,7 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
   using T = Accumulator<In>;
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), D = query.size(3);
   const int64_t M = key.size(2), Dv = value.size(3), columns = padded(D), value_columns = padded(Dv);
-  const int64_t threads = torch::stable::get_num_threads();
-  // few heads are cut into slices of queries, so that every thread has work
-  const int64_t slices = std::clamp<int64_t>((threads + B * H - 1) / (B * H), 1, (N + kTileQueries - 1) / kTileQueries);
+  const int64_t slices = slices_of_head(B * H, N);
   const int64_t rows = (N + slices - 1) / slices;
   T* total_data = static_cast<T*>(total.mutable_data_ptr());
   torch::stable::parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
@@ -305,17 +303,8 @@ void backward(const Tensor& grad, const Tensor& out, const Tensor& total, const 
         transpose_tiles(rows.key.data(), M, columns, rows.key_tiles.data());
         transpose_tiles(rows.value.data(), M, value_columns, rows.value_tiles.data());
       });
-      rows.grad_query.zero();
-      rows.grad_key.zero();
-      rows.grad_value.zero();
       means.grad_logarithm.zero();
-      if (shared) {
-        // as in attention_backward
-        for_tiles(M, kTileKeys, [&](Range keys) { add_tiles({0, N}, keys, false, true); });
-        for_tiles(N, kTileQueries, [&](Range queries) { add_tiles(queries, {0, M}, true, false); });
-      } else {
-        add_tiles({0, N}, {0, M}, true, true);
-      }
+      add_gradients(rows, shared, add_tiles);
       vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
         using V = Vector<T, bytes()>;
         // through the weights of keys to their rows, which are scaled here, and to the mean of the queries
@@ -334,18 +323,11 @@ void backward(const Tensor& grad, const Tensor& out, const Tensor& total, const 
         for (int64_t row = 0; row < N; ++row)
           if (is_real(real_queries, row))
             add_row<V>(share, grad_mean, columns, rows.grad_query.data() + row * columns);
-        store_rows<V>(rows.grad_query.data(), columns, T{1}, mutable_rows_of<In>(grad_query), batch, head, 0, N, D);
-        store_rows<V>(rows.grad_key.data(), columns, T{1}, mutable_rows_of<In>(grad_key), batch, head, 0, M, D);
-        store_rows<V>(rows.grad_value.data(), value_columns, T{1}, mutable_rows_of<In>(grad_value), batch, head, 0, M,
-                      Dv);
+        store_gradients<V, In>(rows, grad_query, grad_key, grad_value, batch, head);
       });
     }
   };
-  const int64_t threads = torch::stable::get_num_threads();
-  if (2 * B * H > threads || threads == 1)
-    torch::stable::parallel_for(0, B * H, 1, [&](int64_t begin, int64_t end) { add_heads(begin, end, false); });
-  else
-    add_heads(0, B * H, true);
+  for_heads(B * H, add_heads);
 }
 
 std::tuple<Tensor, Tensor> softmax_like_attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,

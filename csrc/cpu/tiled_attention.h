@@ -97,6 +97,12 @@ YOSO_INLINE void attention_rows(Pairs& pairs, int64_t first, const T* query, int
   }
 }
 
+// Into how many slices of queries, which do not interact, heads are cut, so that every thread has work.
+inline int64_t slices_of_head(int64_t heads, int64_t num_queries) {
+  const int64_t threads = torch::stable::get_num_threads();
+  return std::clamp<int64_t>((threads + heads - 1) / heads, 1, (num_queries + kTileQueries - 1) / kTileQueries);
+}
+
 // inverse_length is used only where out's rows are scaled to length one.
 template <class In, class Pairs>
 void attention_forward(const Pairs& all_pairs, const Tensor& query, const Tensor& key, const Tensor& value, bool unit,
@@ -104,9 +110,7 @@ void attention_forward(const Pairs& all_pairs, const Tensor& query, const Tensor
   using T = Accumulator<In>;
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), D = query.size(3);
   const int64_t M = key.size(2), Dv = value.size(3), columns = padded(D), value_columns = padded(Dv);
-  // queries do not interact: few heads are cut into slices of queries, so that every thread has work
-  const int64_t threads = torch::stable::get_num_threads();
-  const int64_t slices = std::clamp<int64_t>((threads + B * H - 1) / (B * H), 1, (N + kTileQueries - 1) / kTileQueries);
+  const int64_t slices = slices_of_head(B * H, N);
   const int64_t rows = (N + slices - 1) / slices;
   T* inverse = unit ? static_cast<T*>(inverse_length.mutable_data_ptr()) : nullptr;
   torch::stable::parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
@@ -207,6 +211,44 @@ void for_tiles(int64_t count, int64_t tile, const F& f) {
   });
 }
 
+// Sums up a head's gradients by add_tiles(queries, keys, to_queries, to_keys), in parallel where threads share it.
+template <class T, class F>
+void add_gradients(Head<T>& head, bool shared, const F& add_tiles) {
+  const int64_t N = head.num_queries, M = head.num_keys;
+  head.grad_query.zero();
+  head.grad_key.zero();
+  head.grad_value.zero();
+  if (shared) {
+    // the weights are computed twice, so that no two threads add to the same row
+    for_tiles(M, kTileKeys, [&](Range keys) { add_tiles({0, N}, keys, false, true); });
+    for_tiles(N, kTileQueries, [&](Range queries) { add_tiles(queries, {0, M}, true, false); });
+  } else {
+    add_tiles({0, N}, {0, M}, true, true);
+  }
+}
+
+template <class V, class In, class T = Element<V>>
+YOSO_INLINE void store_gradients(const Head<T>& rows, const Tensor& grad_query, const Tensor& grad_key,
+                                 const Tensor& grad_value, int64_t batch, int64_t head) {
+  const auto store = [&](const Buffer<T>& from, int64_t columns, const Tensor& to) YOSO_INLINE_LAMBDA {
+    store_rows<V>(from.data(), columns, T{1}, mutable_rows_of<In>(to), batch, head, 0, to.size(2), to.size(3));
+  };
+  store(rows.grad_query, rows.columns, grad_query);
+  store(rows.grad_key, rows.columns, grad_key);
+  store(rows.grad_value, rows.value_columns, grad_value);
+}
+
+// Calls add_heads(begin, end, shared) for parts of all heads in parallel, or for all where threads have to share them.
+template <class F>
+void for_heads(int64_t heads, const F& add_heads) {
+  // sharing a head costs a third more, idle threads cost more than that
+  const int64_t threads = torch::stable::get_num_threads();
+  if (2 * heads > threads || threads == 1)
+    torch::stable::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) { add_heads(begin, end, false); });
+  else
+    add_heads(0, heads, true);
+}
+
 template <class In, class Pairs>
 void attention_backward(const Pairs& all_pairs, const Tensor& grad, const Tensor& query, const Tensor& key,
                         const Tensor& value, const Tensor& grad_query, const Tensor& grad_key,
@@ -238,35 +280,18 @@ void attention_backward(const Pairs& all_pairs, const Tensor& grad, const Tensor
         transpose_tiles(rows.key.data(), M, columns, rows.key_tiles.data());
         transpose_tiles(rows.value.data(), M, value_columns, rows.value_tiles.data());
       });
-      rows.grad_query.zero();
-      rows.grad_key.zero();
-      rows.grad_value.zero();
-      if (shared) {
-        // the weights are computed twice, so that no two threads add to the same row
-        for_tiles(M, kTileKeys, [&](Range keys) { add_tiles({0, N}, keys, false, true); });
-        for_tiles(N, kTileQueries, [&](Range queries) { add_tiles(queries, {0, M}, true, false); });
-      } else {
-        add_tiles({0, N}, {0, M}, true, true);
-      }
+      add_gradients(rows, shared, add_tiles);
       vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
         using V = Vector<T, bytes()>;
         through_normalize<V>(rows.grad_query.data(), columns, rows.query.data(), columns, N, columns,
                              rows.query_inverse.data(), T{1});
         through_normalize<V>(rows.grad_key.data(), columns, rows.key.data(), columns, M, columns,
                              rows.key_inverse.data(), T{1});
-        store_rows<V>(rows.grad_query.data(), columns, T{1}, mutable_rows_of<In>(grad_query), batch, head, 0, N, D);
-        store_rows<V>(rows.grad_key.data(), columns, T{1}, mutable_rows_of<In>(grad_key), batch, head, 0, M, D);
-        store_rows<V>(rows.grad_value.data(), value_columns, T{1}, mutable_rows_of<In>(grad_value), batch, head, 0, M,
-                      Dv);
+        store_gradients<V, In>(rows, grad_query, grad_key, grad_value, batch, head);
       });
     }
   };
-  // sharing a head costs a third more, idle threads cost more than that
-  const int64_t threads = torch::stable::get_num_threads();
-  if (2 * B * H > threads || threads == 1)
-    torch::stable::parallel_for(0, B * H, 1, [&](int64_t begin, int64_t end) { add_heads(begin, end, false); });
-  else
-    add_heads(0, B * H, true);
+  for_heads(B * H, add_heads);
 }
 
 }  // namespace
