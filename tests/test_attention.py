@@ -662,7 +662,7 @@ def test_softmax_gradients_are_those_of_the_definition_where_rows_are_too_long()
     """With the largest dot product as a constant; the longest rows' too."""
     tensors = [x.requires_grad_() for x in inputs(B=1, H=1, N=9, M=9, D=4, Dv=3, dtype=torch.float64)]
     query, key, value = tensors
-    scale = 64 / math.pi
+    scale = 256 / math.pi
     out = yoso_attention(query, key, value, similarity="softmax", normalization="sum", expectation=True, scale=scale)
     q, k = (x - x.mean(2, keepdim=True) for x in (query, key))
     longest = (q.norm(dim=-1).max() * k.norm(dim=-1).max()).detach()
@@ -673,6 +673,25 @@ def test_softmax_gradients_are_those_of_the_definition_where_rows_are_too_long()
     grad = torch.randn_like(out)
     for got, truth in zip(*(torch.autograd.grad(x, tensors, grad) for x in (out, expected)), strict=True):
         torch.testing.assert_close(got, truth, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("far", [30, 60])
+def test_weights_that_are_far_apart_stay_in_range(far):
+    """Of a key that queries agree on, but for some that avoid it, and of long sequences of two tokens."""
+    torch.manual_seed(0)
+    N, D = 600, 16
+    query, key = 0.1 * torch.randn(1, 1, N, D), 0.1 * torch.randn(1, 1, N, D)
+    query[..., 0], key[:, :, 5, 0] = far**0.5, far**0.5
+    query[:, :, 7, 0] = 0
+    sides = torch.where(torch.arange(N) % 2 == 0, 1.0, -1.0)[:, None] * (5 * far) ** 0.5 * torch.eye(D)[0]
+    key_mask = torch.ones(1, N, dtype=torch.bool)
+    for q, k in ((query, key), (sides[None, None],) * 2):
+        value = torch.randn(1, 1, N, 3)
+        options = {"normalization": "sum", "similarity": "softmax", "scale": 1.0}
+        tensors = [x.clone().requires_grad_() for x in (q, k, value)]
+        out = yoso_attention(*tensors, expectation=True, **options)
+        torch.testing.assert_close(out, dense(q, k, value, key_mask, [9], **options).float(), rtol=1e-3, atol=1e-3)
+        assert all(x.isfinite().all() for x in torch.autograd.grad(out.square().sum(), tensors))
 
 
 @BOTH

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kPower = 128;
 // squared, the scale of weights, with which neither they nor their sums leave float32's range
-constexpr double kHalfScale = 0x1p34;
+constexpr double kHalfScale = 0x1p49;
 // by which a cosine stays below 1
 constexpr double kMargin = 1.01;
 // rows that are summed up at a time: a long sum is rounded more

@@ -8,7 +8,7 @@ namespace {
 // Of the kernel, which follows exp the further the higher it is: seven squarings.
 constexpr int kPower = 128, kSquarings = 7;
 // squared, the scale of weights, with which neither they nor their sums leave float32's range
-constexpr float kHalfScale = 0x1p34f;
+constexpr float kHalfScale = 0x1p49f;
 // by which a cosine stays below 1, where the kernel's slope diverges
 constexpr double kMargin = 1.01;
 constexpr double kPi = 3.14159265358979323846;

@@ -35,12 +35,13 @@ EXPECTATIONS = (True, False, "auto")
 # hardly ever collide.
 NUM_HEAVY_KEYS = 64
 
-# The length, for each hash function, at which the exact kernel takes as long as the sampled one, by similarity.
-# Measured on CPUs in float32: the length at which the two cross, between that of the forward and that of forward with
-# backward where the command has both, divided by m.
+# The length, for each hash function, at which the exact kernel takes as long as the sampled one, by similarity; on
+# CPUs in float32. "cosine": that at which "yoso" and "yoso expectation" cross, m = 32, tau = 9, D = 64, between that
+# of the forward and that of forward with backward, by
 #     python benchmarks/bench_attention.py --groups lengths --lengths 256 320 384 512 --output crossing.json
-# (m = 32, tau = 9, D = 64), and, with the files of its docstring,
+# "softmax": 18 m is where the two cross in the forward, D = 32; less, as larger heads and a backward cross before; by
 #     python benchmarks/bench_embeddings.py --settings exact "sampled, tau 13, m 64" --lengths 896 1024 1152 1280
+# with the model and the files of its docstring.
 EXACT_TOKENS_PER_HASH = {"cosine": 11, "softmax": 16}
 
 if torch.__version__ >= "2.13":

@@ -27,8 +27,8 @@ PAIRS = 4
 
 # Of softmax-like attention. The kernel follows exp the further the higher its power.
 SOFTMAX_POWER = 128
-# by which it is scaled, so that neither it nor sums of it leave float32's range: it is 2^-60 at 0
-SOFTMAX_SCALE = 2.0**68
+# by which it is scaled, so that neither it nor sums of it leave float32's range: it is 2^-30 at 0
+SOFTMAX_SCALE = 2.0**98
 # by which a cosine stays below 1, where the kernel's slope diverges
 MARGIN = 1.01
 
@@ -203,7 +203,8 @@ def softmax_like_attention(
     c is larger where an x could reach 1, and has no gradient.
 
     Returns:
-        The output, and the sum of each query's weights [B, H, N]; both are zero where no key is real.
+        The output, and the sum of each query's weights [B, H, N]; both are zero where no key is real, or all weights
+        are too small for float32: of a query that avoids, by some 60, a key that queries agree on.
     """
     dtype = query.dtype
     real_keys, _ = real_rows(query, key, key_mask)
