@@ -563,6 +563,20 @@ def test_the_readmes_training_steps_are_those_of_the_results(name):
         assert memory == pytest.approx(mib[length], abs=0.5)
 
 
+def test_the_time_of_softmax_like_attention_is_that_of_the_results():
+    rows = json.loads((BENCHMARKS / "results" / "expectation_attention-cpu.json").read_text())["rows"]
+    ms = {(row["case"], row["task"], row["length"]): row["ms"] for row in rows}
+    cases = {"softmax-like": "softmax_like_attention", "softmax": "softmax (sdpa)"}
+    table = readme_table("ms, at N =", "docs/kernels.md")
+    assert len(table) == 6
+    for name, cells in table.items():
+        case, task = name.split(", ")
+        for length, cell in cells.items():
+            own, *other = (ms[cases[part], task, length] for part in case.split(" over "))
+            expected = own / other[0] if other else own
+            assert float(cell.replace(",", "")) == pytest.approx(expected, rel=0.01)
+
+
 def test_the_closeness_to_softmax_is_that_of_the_results():
     rows = json.loads((BENCHMARKS / "results" / "embeddings-cpu.json").read_text())["rows"]
     quality = {row["setting"]: row for row in rows if "spearman" in row}
@@ -572,7 +586,7 @@ def test_the_closeness_to_softmax_is_that_of_the_results():
     for setting, spearman, cosine, *times in table:
         found = quality[setting]
         assert (spearman, cosine) == (f"{found['spearman']:.4f}", f"{found['cosine_to_softmax']:.4f}")
-        by_length = [(ms[setting, n], ms["softmax", n]) for n in (128, 512, 4096)]
+        by_length = [(ms[setting, n], ms["softmax", n]) for n in (128, 512, 1024, 4096)]
         assert times == [f"{own:.0f}, {own / softmax:.2f}" for own, softmax in by_length]
     found = {
         (row["setting"], row["document_length"]): f"{row['state_cosine']:.3f}, {row['embedding_cosine']:.3f}"
