@@ -52,8 +52,7 @@ def dense_weights(query, key, real, scaling):
     x = query @ key.mT * scaling * math.pi / 256
     longest = query.norm(dim=-1).amax(-1) * key.norm(dim=-1).amax(-1) * scaling * math.pi / 256
     # a scale, which has no gradient
-    # twice the kernel's base, whose power would be too small for float32
-    weights = (2 - 2 * (x / (1.01 * longest.detach()).clamp(min=1)[..., None, None]).acos() / math.pi) ** 128
+    weights = (1 - (x / (1.01 * longest.detach()).clamp(min=1)[..., None, None]).acos() / math.pi) ** 128
     return weights * (query_mean @ key.mT * scaling).exp() * real.mT
 
 
@@ -64,8 +63,10 @@ def dense_yoso(module, query, key, value, attention_mask, sliding_window=None, s
     groups, scaling = getattr(module, "num_key_value_groups", 1), scaling or query.shape[3] ** -0.5
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     real = torch.ones_like(key[:, :1, :, :1]) if attention_mask is None else attention_mask[:, :, :1].mT.float()
+    # weights span more than float32's range
+    query, key, real = query.double(), key.double(), real.double()
     weights = dense_weights(query, key, real, scaling)
-    out = weights @ value / weights.sum(-1, keepdim=True)
+    out = (weights @ value.double() / weights.sum(-1, keepdim=True)).to(value.dtype)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -196,12 +197,12 @@ def test_images_have_no_mask():
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4
     )
-    pixels = torch.randn(2, 3, 16, 16)
+    pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     outputs = []
     for attention in ("yoso", "dense_yoso", "sdpa"):
         torch.manual_seed(0)
-        model = transformers.AutoModel.from_config(config, attn_implementation=attention).eval()
-        # initial weights are so small that all attention is nearly uniform
+        model = transformers.AutoModel.from_config(config, attn_implementation=attention).eval().double()
+        # initial weights are so small that all attention is nearly uniform; these make it too sharp for float32
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(8)
