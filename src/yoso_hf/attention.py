@@ -129,10 +129,11 @@ def yoso_attention(
             does not notice what all keys share, and what the queries share is a weight of each key,
             exp(scale mean of queries . key). That one is exact; the kernel stands for what is left. Where the
             expectation is computed, x is the dot product, in the scale in which the kernel's power 128 is closest to
-            exp, hash_code_len has no effect, and backward is "exact". Where sampled, x is the cosine, what is left is
-            1 + share (2^hash_code_len kernel - 1), with a share in 0..1 that grows with the lengths of query and
-            key, and the 64 keys of the largest weight get their expectation. Needs normalization="sum". With N = M,
-            masked positions do not count as queries either.
+            exp, hash_code_len has no effect, and backward is "exact". A query that avoids, by far more than 60 in the
+            exponent, a key that most queries agree on, has no weight that float32 can hold, and gets zero. Where
+            sampled, x is the cosine, what is left is 1 + share (2^hash_code_len kernel - 1), with a share in 0..1 that
+            grows with the lengths of query and key, and the 64 keys of the largest weight get their expectation. Needs
+            normalization="sum". With N = M, masked positions do not count as queries either.
         local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are
             sampled: the same expectation with less noise, at a cost of O(N local_window). Needs N = M. 0: none, not
             even a position with itself. Nothing changes where the expectation is computed.

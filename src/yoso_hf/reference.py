@@ -204,7 +204,7 @@ def softmax_like_attention(
 
     Returns:
         The output, and the sum of each query's weights [B, H, N]; both are zero where no key is real, or all weights
-        are too small for float32: of a query that avoids, by some 60, a key that queries agree on.
+        are too small for float32: of a query that avoids, by far more than 60, a key that queries agree on.
     """
     dtype = query.dtype
     real_keys, _ = real_rows(query, key, key_mask)
