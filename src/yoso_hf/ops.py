@@ -41,6 +41,11 @@ SCHEMAS = {
     "-> (Tensor, Tensor)",
     "softmax_like_attention_backward": "(Tensor grad, Tensor out, Tensor total, Tensor query, Tensor key, "
     "Tensor value, Tensor? key_mask, float scale) -> (Tensor, Tensor, Tensor)",
+    "sampled_remainder": "(Tensor query, Tensor key, Tensor value, Tensor key_weight, Tensor query_codes, "
+    "Tensor key_codes, int hash_code_len, float scale) -> (Tensor, Tensor)",
+    "sampled_remainder_backward": "(Tensor grad, Tensor grad_total, Tensor query, Tensor key, Tensor value, "
+    "Tensor key_weight, Tensor query_codes, Tensor key_codes, int hash_code_len, float scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     "local_attention": "(Tensor query, Tensor key, Tensor value, Tensor query_codes, Tensor key_codes, "
     "int hash_code_len, int window) -> Tensor",
     "local_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor query_codes, "
@@ -110,6 +115,28 @@ def _fake_softmax_like(query, key, value, key_mask, scale):  # noqa: ARG001
 
 def _fake_softmax_like_backward(grad, out, total, query, key, value, key_mask, scale):  # noqa: ARG001
     return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
+
+
+def _fake_remainder(query, key, value, key_weight, query_codes, key_codes, hash_code_len, scale):  # noqa: ARG001
+    wide = value.new_empty(0, dtype=key_weight.dtype)
+    out = wide.new_empty(value.shape[0], query.shape[2], value.shape[1], value.shape[3]).transpose(1, 2)
+    return out, wide.new_empty(query.shape[:3])
+
+
+def _fake_remainder_backward(
+    grad,  # noqa: ARG001
+    grad_total,  # noqa: ARG001
+    query,
+    key,
+    value,
+    key_weight,
+    query_codes,  # noqa: ARG001
+    key_codes,  # noqa: ARG001
+    hash_code_len,  # noqa: ARG001
+    scale,  # noqa: ARG001
+):
+    gradients = (_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
+    return *gradients, key_weight.new_empty(key_weight.shape)
 
 
 def _fake_local(query, key, value, query_codes, key_codes, hash_code_len, window):  # noqa: ARG001
@@ -187,6 +214,18 @@ def _softmax_like_gradients(ctx, grad, _):
     return *gradients, None, None
 
 
+def _save_remainder(ctx, inputs, output):  # noqa: ARG001
+    *tensors, ctx.hash_code_len, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _remainder_gradients(ctx, grad, grad_total):
+    gradients = sampled_remainder_backward(
+        grad, grad_total.contiguous(), *ctx.saved_tensors, ctx.hash_code_len, ctx.scale
+    )
+    return *gradients, None, None, None, None
+
+
 def _save_local(ctx, inputs, output):  # noqa: ARG001
     *tensors, ctx.hash_code_len, ctx.window = inputs
     ctx.save_for_backward(*tensors)
@@ -228,6 +267,8 @@ def _register() -> torch.library.Library:
         "expectation_attention_backward": _fake_expectation_backward,
         "softmax_like_attention": _fake_softmax_like,
         "softmax_like_attention_backward": _fake_softmax_like_backward,
+        "sampled_remainder": _fake_remainder,
+        "sampled_remainder_backward": _fake_remainder_backward,
         "local_attention": _fake_local,
         "local_attention_backward": _fake_local_backward,
         "unit_rows_backward": _fake_unit_rows_backward,
@@ -241,6 +282,7 @@ def _register() -> torch.library.Library:
         "sampled_attention": (_save_sampled, _sampled_gradients),
         "expectation_attention": (_save_expectation, _expectation_gradients),
         "softmax_like_attention": (_save_softmax_like, _softmax_like_gradients),
+        "sampled_remainder": (_save_remainder, _remainder_gradients),
         "local_attention": (_save_local, _local_gradients),
     }
     for name, (save, gradient) in gradients.items():
@@ -263,6 +305,8 @@ expectation_attention = operators.expectation_attention.default
 expectation_attention_backward = operators.expectation_attention_backward.default
 softmax_like_attention = operators.softmax_like_attention.default
 softmax_like_attention_backward = operators.softmax_like_attention_backward.default
+sampled_remainder = operators.sampled_remainder.default
+sampled_remainder_backward = operators.sampled_remainder_backward.default
 local_attention = operators.local_attention.default
 local_attention_backward = operators.local_attention_backward.default
 unit_rows_backward = operators.unit_rows_backward.default

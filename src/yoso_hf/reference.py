@@ -32,6 +32,11 @@ SOFTMAX_SCALE = 2.0**98
 # by which a cosine stays below 1, where the kernel's slope diverges
 MARGIN = 1.01
 
+# Of sampled_remainder. The keys of a bucket that a query meets, at most, and the queries that meet the same ones
+BUCKET_ROWS = 64
+# the largest logarithm of a weight, such that sums of weights stay within float32's range
+MAX_LOGARITHM = 60.0
+
 
 def hash_hadamard(x: Tensor, parameters: Tensor, mask: Tensor | None, num_hash: int, hash_code_len: int) -> Tensor:
     """Codes by signs of H G H D2 H D1 x; see HashFunctions."""
@@ -260,6 +265,75 @@ def softmax_like_attention_backward(
     return tuple(_heads_last(x.to(dtype)) for x in (grad_query, grad_key, grad_value))
 
 
+def sampled_remainder(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_weight: Tensor,
+    query_codes: Tensor,
+    key_codes: Tensor,
+    hash_code_len: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """What exp(x) has beyond 1 + x, for x = scale query . key, estimated from the pairs that share a bucket.
+
+    A code and its complement are one bucket, so that a pair at the angle theta shares one with probability
+    p = (1 - theta / pi)^tau + (theta / pi)^tau, at least 2^(1 - tau). The weight of a pair is its remainder over p,
+    and over m, for each hash function that gives it one bucket: in expectation the remainder itself, whatever tau.
+
+    Of a bucket with more keys than BUCKET_ROWS, a query meets one of as few parts as have no more, which counts for
+    all: each part has every so many-th key, and the bucket's code and its hash function decide which one the first
+    queries meet. So the time is linear in the rows, whatever the data.
+
+    Args:
+        key_weight: [B, H, M], in float32 or wider, a factor of each key.
+
+    Returns:
+        The sums of value and of 1 by these weights, [B, H, N, Dv] and [B, H, N], both in float32 or wider.
+    """
+    rows = _RemainderRows(query, key, value, key_weight, scale)
+    out, total = rows.value.new_zeros(len(rows.query), value.shape[3]), torch.zeros_like(rows.inverse)
+    for pairs in _bucket_pairs(query_codes, key_codes, hash_code_len):
+        weights, _ = rows.remainders(*pairs, hash_code_len)
+        weights = weights * rows.key_weight[pairs[1]]
+        out.index_add_(0, pairs[0], weights[:, None] * rows.value[pairs[1]])
+        total.index_add_(0, pairs[0], weights)
+    return _heads_last(out.view(*query.shape[:3], value.shape[3])), total.view(query.shape[:3])
+
+
+def sampled_remainder_backward(
+    grad: Tensor,
+    grad_total: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_weight: Tensor,
+    query_codes: Tensor,
+    key_codes: Tensor,
+    hash_code_len: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradient of query, key, value and key_weight, of the remainder itself: p counts as a constant.
+
+    In expectation, that is the gradient of the expectation.
+    """
+    rows = _RemainderRows(query, key, value, key_weight, scale)
+    grad, grad_total = grad.flatten(0, 2), grad_total.flatten()
+    tensors = rows.query, rows.key, rows.value, rows.key_weight
+    grad_query, grad_key, grad_value, grad_weight = (torch.zeros_like(x) for x in tensors)
+    for pairs in _bucket_pairs(query_codes, key_codes, hash_code_len):
+        q, k, _ = pairs
+        weights, slope = rows.remainders(*pairs, hash_code_len)
+        products = (grad[q] * rows.value[k]).sum(-1) + grad_total[q]
+        slope = (scale * slope * products * rows.key_weight[k])[:, None]
+        grad_query.index_add_(0, q, slope * rows.key[k])
+        grad_key.index_add_(0, k, slope * rows.query[q])
+        grad_value.index_add_(0, k, (weights * rows.key_weight[k])[:, None] * grad[q])
+        grad_weight.index_add_(0, k, weights * products)
+    gradients = zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
+    return *(_heads_last(g.view(x.shape).to(x.dtype)) for g, x in gradients), grad_weight.view(key_weight.shape)
+
+
 def local_attention(
     query: Tensor,
     key: Tensor,
@@ -369,6 +443,50 @@ def _bucket_rows(query_codes: Tensor, key_codes: Tensor, hash_code_len: int):
     for query_code, key_code in zip(query_codes.unbind(2), key_codes.unbind(2), strict=True):
         rows = (torch.where(c < 0, 0, first + c) for c in (query_code.flatten(0, 1), key_code.flatten(0, 1)))
         yield *rows, num_rows
+
+
+class _RemainderRows:
+    """The rows of all heads one after the other, and what pairs of them weigh."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, key_weight: Tensor, scale: float):
+        self.query, self.key, self.value = (_accumulator(x).flatten(0, 2) for x in (query, key, value))
+        self.key_weight, self.scale = key_weight.flatten(), scale
+        lengths = (torch.linalg.vector_norm(x, dim=-1) for x in (self.query, self.key))
+        self.inverse, self.key_inverse = (_inverse(length) for length in lengths)
+
+    def remainders(self, q: Tensor, k: Tensor, share: Tensor, hash_code_len: int) -> tuple[Tensor, Tensor]:
+        """exp(x) - 1 - x and its slope in x, times share over the probability of a bucket, for pairs of rows."""
+        products = (self.query[q] * self.key[k]).sum(-1)
+        angle = (products * self.inverse[q] * self.key_inverse[k]).clamp(-1, 1).acos() / math.pi
+        share = share / ((1 - angle) ** hash_code_len + angle**hash_code_len)
+        x = self.scale * products
+        slope = x.clamp(max=MAX_LOGARITHM).expm1()
+        return share * (slope - x), share * torch.where(x < MAX_LOGARITHM, slope, -1)
+
+
+def _bucket_pairs(query_codes: Tensor, key_codes: Tensor, hash_code_len: int):
+    """For each hash function: the rows of queries and keys that meet, and for how much of the estimate a pair counts.
+
+    Rows are those of all heads one after the other.
+    """
+    num_hash, buckets = query_codes.shape[2], 1 << (hash_code_len - 1)
+    heads = query_codes.shape[0] * query_codes.shape[1]
+    first, end = torch.arange(heads, device=query_codes.device)[:, None] * buckets, heads * buckets
+    for hash_index in range(num_hash):
+        codes = (x[:, :, hash_index].flatten(0, 1).long() for x in (query_codes, key_codes))
+        # rows in no bucket are in the one behind all
+        folded = (torch.where(c < 0, end, first + torch.minimum(c, 2 * buckets - 1 - c)).flatten() for c in codes)
+        (bucket, query_order), (key_bucket, key_order) = (x.sort(stable=True) for x in folded)
+        counts, num_keys = (x.bincount(minlength=end + 1) for x in (bucket, key_bucket))
+        rank = torch.arange(len(bucket), device=bucket.device) - (counts.cumsum(0) - counts)[bucket]
+        begin, num_keys = (num_keys.cumsum(0) - num_keys)[bucket], torch.where(bucket < end, num_keys[bucket], 0)
+        parts = (-(-num_keys // BUCKET_ROWS)).clamp(min=1)
+        chance = ((bucket % buckets + 1) * (hash_index + 1) * 2654435761 & 0xFFFFFFFF) >> 16
+        part = (rank // BUCKET_ROWS + chance) % parts
+        met = ((num_keys - part + parts - 1) // parts).clamp(min=0)
+        place = torch.arange(int(met.sum()), device=met.device) - (met.cumsum(0) - met).repeat_interleave(met)
+        begin, parts = (begin + part).repeat_interleave(met), parts.repeat_interleave(met)
+        yield query_order.repeat_interleave(met), key_order[begin + place * parts], parts / num_hash
 
 
 def _through_buckets(source: Tensor, source_rows: Tensor, target_rows: Tensor, num_rows: int) -> Tensor:
@@ -551,6 +669,8 @@ DEFINITIONS = {
         expectation_attention_backward,
         softmax_like_attention,
         softmax_like_attention_backward,
+        sampled_remainder,
+        sampled_remainder_backward,
         local_attention,
         local_attention_backward,
         unit_rows_backward,
