@@ -291,10 +291,10 @@ def sampled_remainder(
     Returns:
         The sums of value and of 1 by these weights, [B, H, N, Dv] and [B, H, N], both in float32 or wider.
     """
-    rows = _RemainderRows(query, key, value, key_weight, scale)
+    rows = _RemainderRows(query, key, value, key_weight, query_codes.shape[2], hash_code_len, scale)
     out, total = rows.value.new_zeros(len(rows.query), value.shape[3]), torch.zeros_like(rows.inverse)
     for pairs in _bucket_pairs(query_codes, key_codes, hash_code_len):
-        weights, _ = rows.remainders(*pairs, hash_code_len)
+        weights, _ = rows.remainders(*pairs)
         weights = weights * rows.key_weight[pairs[1]]
         out.index_add_(0, pairs[0], weights[:, None] * rows.value[pairs[1]])
         total.index_add_(0, pairs[0], weights)
@@ -317,13 +317,13 @@ def sampled_remainder_backward(
 
     In expectation, that is the gradient of the expectation.
     """
-    rows = _RemainderRows(query, key, value, key_weight, scale)
+    rows = _RemainderRows(query, key, value, key_weight, query_codes.shape[2], hash_code_len, scale)
     grad, grad_total = grad.flatten(0, 2), grad_total.flatten()
     tensors = rows.query, rows.key, rows.value, rows.key_weight
     grad_query, grad_key, grad_value, grad_weight = (torch.zeros_like(x) for x in tensors)
     for pairs in _bucket_pairs(query_codes, key_codes, hash_code_len):
         q, k, _ = pairs
-        weights, slope = rows.remainders(*pairs, hash_code_len)
+        weights, slope = rows.remainders(*pairs)
         products = (grad[q] * rows.value[k]).sum(-1) + grad_total[q]
         slope = (scale * slope * products * rows.key_weight[k])[:, None]
         grad_query.index_add_(0, q, slope * rows.key[k])
@@ -448,31 +448,33 @@ def _bucket_rows(query_codes: Tensor, key_codes: Tensor, hash_code_len: int):
 class _RemainderRows:
     """The rows of all heads one after the other, and what pairs of them weigh."""
 
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor, key_weight: Tensor, scale: float):
+    def __init__(self, query, key, value, key_weight, num_hash: int, hash_code_len: int, scale: float):
         self.query, self.key, self.value = (_accumulator(x).flatten(0, 2) for x in (query, key, value))
-        self.key_weight, self.scale = key_weight.flatten(), scale
         lengths = (torch.linalg.vector_norm(x, dim=-1) for x in (self.query, self.key))
         self.inverse, self.key_inverse = (_inverse(length) for length in lengths)
+        self.key_weight = key_weight.flatten()
+        self.num_hash, self.hash_code_len, self.scale = num_hash, hash_code_len, scale
 
-    def remainders(self, q: Tensor, k: Tensor, share: Tensor, hash_code_len: int) -> tuple[Tensor, Tensor]:
-        """exp(x) - 1 - x and its slope in x, times share over the probability of a bucket, for pairs of rows."""
+    def remainders(self, q: Tensor, k: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """exp(x) - 1 - x and its slope in x, over the probability of a bucket and m, times parts, of pairs of rows."""
         products = (self.query[q] * self.key[k]).sum(-1)
         angle = (products * self.inverse[q] * self.key_inverse[k]).clamp(-1, 1).acos() / math.pi
-        share = share / ((1 - angle) ** hash_code_len + angle**hash_code_len)
+        probability = (1 - angle) ** self.hash_code_len + angle**self.hash_code_len
+        share = parts / (self.num_hash * probability)
         x = self.scale * products
         slope = x.clamp(max=MAX_LOGARITHM).expm1()
         return share * (slope - x), share * torch.where(x < MAX_LOGARITHM, slope, -1)
 
 
 def _bucket_pairs(query_codes: Tensor, key_codes: Tensor, hash_code_len: int):
-    """For each hash function: the rows of queries and keys that meet, and for how much of the estimate a pair counts.
+    """For each hash function: the rows of queries and keys that meet, and the number of parts of the pair's bucket.
 
     Rows are those of all heads one after the other.
     """
-    num_hash, buckets = query_codes.shape[2], 1 << (hash_code_len - 1)
+    buckets = 1 << (hash_code_len - 1)
     heads = query_codes.shape[0] * query_codes.shape[1]
     first, end = torch.arange(heads, device=query_codes.device)[:, None] * buckets, heads * buckets
-    for hash_index in range(num_hash):
+    for hash_index in range(query_codes.shape[2]):
         codes = (x[:, :, hash_index].flatten(0, 1).long() for x in (query_codes, key_codes))
         # rows in no bucket are in the one behind all
         folded = (torch.where(c < 0, end, first + torch.minimum(c, 2 * buckets - 1 - c)).flatten() for c in codes)
@@ -486,7 +488,7 @@ def _bucket_pairs(query_codes: Tensor, key_codes: Tensor, hash_code_len: int):
         met = ((num_keys - part + parts - 1) // parts).clamp(min=0)
         place = torch.arange(int(met.sum()), device=met.device) - (met.cumsum(0) - met).repeat_interleave(met)
         begin, parts = (begin + part).repeat_interleave(met), parts.repeat_interleave(met)
-        yield query_order.repeat_interleave(met), key_order[begin + place * parts], parts / num_hash
+        yield query_order.repeat_interleave(met), key_order[begin + place * parts], parts
 
 
 def _through_buckets(source: Tensor, source_rows: Tensor, target_rows: Tensor, num_rows: int) -> Tensor:
