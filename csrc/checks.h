@@ -128,6 +128,39 @@ inline void check_sampled_backward(const Tensor& grad, const Tensor& query, cons
   STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
 }
 
+// x must be contiguous [B, H, rows's rows], of the type of numbers that go with rows
+inline void check_row_numbers(const Tensor& x, const char* name, const Tensor& rows) {
+  check_device(x, name, rows);
+  STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous() && x.size(0) == rows.size(0) && x.size(1) == rows.size(1) &&
+                      x.size(2) == rows.size(2) && x.scalar_type() == length_dtype(rows),
+                  name, " must be contiguous with shape [", rows.size(0), ", ", rows.size(1), ", ", rows.size(2),
+                  "], float64 for float64 rows, else float32");
+}
+
+inline void check_sampled_remainder(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    const Tensor& key_weight, const Tensor& query_codes, const Tensor& key_codes,
+                                    int64_t hash_code_len, double scale) {
+  check_all_codes(query_codes, key_codes, value, hash_code_len);
+  const ScalarType dtype = query.scalar_type();
+  check_rows(query, "query", value, query_codes.size(3), dtype);
+  check_rows(key, "key", value, value.size(2), dtype);
+  check_rows(value, "value", value, value.size(2), dtype);
+  STD_TORCH_CHECK(query.size(3) == key.size(3), "query and key must agree in head_dim");
+  check_row_numbers(key_weight, "key_weight", key);
+  STD_TORCH_CHECK(scale > 0, "scale must be above 0, got ", scale);
+}
+
+inline void check_sampled_remainder_backward(const Tensor& grad, const Tensor& grad_total, const Tensor& query,
+                                             const Tensor& key, const Tensor& value, const Tensor& key_weight,
+                                             const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
+                                             double scale) {
+  check_sampled_remainder(query, key, value, key_weight, query_codes, key_codes, hash_code_len, scale);
+  // of an output that is wider than 16 bits
+  check_rows(grad, "grad", value, query.size(2), length_dtype(query));
+  STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
+  check_row_numbers(grad_total, "grad_total", query);
+}
+
 inline void check_near(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& query_codes,
                        const Tensor& key_codes, int64_t hash_code_len, int64_t window) {
   check_exact(query, key, value, hash_code_len);
