@@ -1,5 +1,5 @@
 // The gradient of sampled attention for query and key, by buckets: linear in the number of rows whatever the data.
-#include "simd.h"
+#include "buckets.h"
 
 namespace yoso {
 namespace {
@@ -12,8 +12,6 @@ constexpr int64_t kTransposedKeys = 24;
 constexpr int64_t kFewPairs = 4;
 // the longest list
 constexpr int64_t kListedPairs = 256;
-// heads with fewer rows are not shared among threads
-constexpr int64_t kSharedRows = 1024;
 
 // One side of the backward pass: the queries with the output's gradient, or the keys with the values. A row holds
 // the unit vector, the gradient or value, and the sum that becomes the gradient of the unit vector.
@@ -21,9 +19,7 @@ template <class T>
 struct Side {
   const int64_t count, columns, other_columns, stride;
   Buffer<T> rows, inverse_length;
-  const int64_t table_size;
-  // for each hash function: order[ends[c - 1] .. ends[c]) are the rows with code c
-  Buffer<int32_t> all_orders, all_ends;
+  BucketOrder buckets;
 
   Side(int64_t count, int64_t columns, int64_t other_columns, int64_t num_hash, int64_t table_size)
       : count(count),
@@ -32,9 +28,7 @@ struct Side {
         stride(2 * columns + other_columns),
         rows(count * stride),
         inverse_length(count),
-        table_size(table_size),
-        all_orders(num_hash * count + kFewPairs),
-        all_ends(num_hash * table_size) {}
+        buckets(count, num_hash, table_size, kFewPairs) {}
 
   T* unit() { return rows.data(); }
   T* other() { return rows.data() + columns; }
@@ -57,30 +51,6 @@ struct Side {
                          inverse_length.data() + begin, scale);
     store_rows<V>(sum() + offset, stride, T{1}, mutable_rows_of<In>(out), batch, head, begin, end, out.size(3));
   }
-
-  const int32_t* order(int64_t hash) const { return all_orders.data() + hash * count; }
-  const int32_t* ends(int64_t hash) const { return all_ends.data() + hash * table_size; }
-
-  // counting sort; codes outside the table are left out
-  template <class Code>
-  void sort(const Code* codes, int64_t hash) {
-    int32_t *order = all_orders.data() + hash * count, *ends = all_ends.data() + hash * table_size;
-    std::memset(ends, 0, table_size * sizeof(int32_t));
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t code = static_cast<uint32_t>(codes[i]);
-      if (code < table_size) ++ends[code];
-    }
-    int32_t begin = 0;
-    for (int64_t code = 0; code < table_size; ++code) {
-      const int32_t size = ends[code];
-      ends[code] = begin;
-      begin += size;
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t code = static_cast<uint32_t>(codes[i]);
-      if (code < table_size) order[ends[code]++] = static_cast<int32_t>(i);
-    }
-  }
 };
 
 // What one thread needs beside the rows.
@@ -96,24 +66,6 @@ struct Scratch {
         tile(kTileRows * value_columns),
         grad_query_product(value_columns * columns),
         value_key_product(value_columns * columns) {}
-};
-
-// Fetches the rows of the next bucket, one at every call: all at once, they would hold up the processor.
-template <class T, class Stride>
-struct Ahead {
-  const T* rows[2];
-  Stride stride;
-  const int32_t* order[2];
-  int64_t left[2] = {0, 0};
-
-  YOSO_INLINE void operator()() {
-    for (int i = 0; i < 2; ++i)
-      if (left[i] > 0) {
-        --left[i];
-        prefetch(rows[i] + *order[i]++ * stride, stride);
-        return;
-      }
-  }
 };
 
 // Adds a bucket's part of W K to the queries' sums and of W^T Q to the keys', with W = G V^T, pair by pair.
@@ -249,24 +201,15 @@ template <class V, class Sizes, class T = Element<V>>
 YOSO_INLINE void add_buckets(Sizes sizes, Side<T>& queries, Side<T>& keys, int64_t hash, int64_t begin, int64_t end,
                              Scratch<T>& scratch) {
   const int64_t D = sizes.columns, Dv = sizes.value_columns;
-  const int32_t *query_ends = queries.ends(hash), *key_ends = keys.ends(hash);
-  const int32_t *query_order = queries.order(hash), *key_order = keys.order(hash);
-  const auto begin_of = [](const int32_t* ends, int64_t code) { return code == 0 ? 0 : ends[code - 1]; };
-  // which buckets have both queries and keys cannot be foretold: list them without a branch
+  const int32_t *query_ends = queries.buckets.ends(hash), *key_ends = keys.buckets.ends(hash);
+  const int32_t *query_order = queries.buckets.order(hash), *key_order = keys.buckets.order(hash);
   int32_t* codes = scratch.codes.data();
-  int64_t num_codes = 0;
-  int32_t q = begin_of(query_ends, begin), k = begin_of(key_ends, begin);
-  for (int64_t code = begin; code < end; ++code) {
-    codes[num_codes] = static_cast<int32_t>(code);
-    num_codes += (query_ends[code] > q) & (key_ends[code] > k);
-    q = query_ends[code];
-    k = key_ends[code];
-  }
-  // nor which of these have few pairs: all write pairs, and those that have more are overwritten
+  const int64_t num_codes = shared_buckets(query_ends, key_ends, begin, end, codes);
+  // which of these have few pairs cannot be foretold either: all write pairs, and those that have more are overwritten
   int32_t *query_of = scratch.pairs.data(), *key_of = query_of + kListedPairs;
   int64_t num_pairs = 0, num_larger = 0;
   for (int64_t i = 0; i < num_codes; ++i) {
-    const int32_t code = codes[i], first_q = begin_of(query_ends, code), first_k = begin_of(key_ends, code);
+    const int32_t code = codes[i], first_q = begin_of_bucket(query_ends, code), first_k = begin_of_bucket(key_ends, code);
     const int32_t nq = query_ends[code] - first_q, nk = key_ends[code] - first_k;
     const bool few = int64_t{nq} * nk <= kFewPairs;
     const int32_t numbers = few ? nk : 0;
@@ -283,22 +226,22 @@ YOSO_INLINE void add_buckets(Sizes sizes, Side<T>& queries, Side<T>& keys, int64
     }
   }
   add_listed_pairs<V>(queries, query_of, keys, key_of, num_pairs);
-  Ahead<T, typename Sizes::Stride> ahead{{queries.unit(), keys.unit()}, sizes.stride, {}};
+  Ahead<T, typename Sizes::Stride> ahead{queries.unit(), keys.unit(), sizes.stride, sizes.stride};
   for (int64_t i = 0; i < num_larger; ++i) {
     if (i + 1 < num_larger) {
-      const int64_t next = codes[i + 1], next_q = begin_of(query_ends, next), next_k = begin_of(key_ends, next);
-      ahead.order[0] = query_order + next_q;
-      ahead.order[1] = key_order + next_k;
-      ahead.left[0] = std::min<int64_t>(query_ends[next] - next_q, kTileRows);
-      ahead.left[1] = std::min<int64_t>(key_ends[next] - next_k, kTileRows);
+      const int64_t next = codes[i + 1], next_q = begin_of_bucket(query_ends, next), next_k = begin_of_bucket(key_ends, next);
+      ahead.query_order = query_order + next_q;
+      ahead.key_order = key_order + next_k;
+      ahead.queries_left = std::min<int64_t>(query_ends[next] - next_q, kTileRows);
+      ahead.keys_left = std::min<int64_t>(key_ends[next] - next_k, kTileRows);
     }
-    const int64_t code = codes[i], first_q = begin_of(query_ends, code), first_k = begin_of(key_ends, code);
+    const int64_t code = codes[i], first_q = begin_of_bucket(query_ends, code), first_k = begin_of_bucket(key_ends, code);
     const int64_t nq = query_ends[code] - first_q, nk = key_ends[code] - first_k;
     if (nq * nk * (2 * D + Dv) <= 2 * (nq + nk) * D * Dv)
       add_pairs<V>(sizes, queries, query_order + first_q, nq, keys, key_order + first_k, nk, scratch, ahead);
     else
       add_through_products<V>(queries, query_order + first_q, nq, keys, key_order + first_k, nk, scratch);
-    while (ahead.left[0] + ahead.left[1] > 0) ahead();
+    while (ahead.queries_left + ahead.keys_left > 0) ahead();
   }
 }
 
@@ -327,24 +270,6 @@ void add_buckets(Side<T>& queries, Side<T>& keys, int64_t hash, int64_t begin, i
   });
 }
 
-// The first code of part `part` of `parts`, with about the same number of rows in each.
-template <class T>
-int64_t first_code(const Side<T>& queries, const Side<T>& keys, int64_t hash, int64_t part, int64_t parts) {
-  if (part == 0) return 0;
-  const int64_t codes = queries.table_size;
-  const int32_t *query_ends = queries.ends(hash), *key_ends = keys.ends(hash);
-  const int64_t rows = int64_t{query_ends[codes - 1]} + key_ends[codes - 1];
-  int64_t low = 0, high = codes;
-  while (low < high) {
-    const int64_t code = (low + high) / 2;
-    if ((int64_t{query_ends[code]} + key_ends[code]) * parts < rows * part)
-      low = code + 1;
-    else
-      high = code;
-  }
-  return part == parts ? codes : low;
-}
-
 template <class In, class Code>
 void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
                       const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
@@ -357,6 +282,7 @@ void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key
   const Code* all_key_codes = static_cast<const Code*>(key_codes.const_data_ptr());
   const int64_t threads = torch::stable::get_num_threads();
   using torch::stable::parallel_for;
+  const auto bucket_of = [](Code code) { return static_cast<uint32_t>(code); };
 
   // The parallel loops within run one after the other where the loop over heads is parallel already. No two buckets
   // of a hash function share a row, so the result does not depend on how they are divided.
@@ -374,16 +300,15 @@ void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key
       parallel_for(0, 2 * m, 1, [&](int64_t first, int64_t last) {
         for (int64_t task = first; task < last; ++task)
           if (task < m)
-            queries.sort(all_query_codes + (batch_head * m + task) * N, task);
+            queries.buckets.sort(all_query_codes + (batch_head * m + task) * N, task, bucket_of);
           else
-            keys.sort(all_key_codes + (batch_head * m + task - m) * M, task - m);
+            keys.buckets.sort(all_key_codes + (batch_head * m + task - m) * M, task - m, bucket_of);
       });
       for (int64_t hash = 0; hash < m; ++hash)
         parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
           Scratch<T> scratch(columns, value_columns, table_size);
-          const int64_t first_bucket = first_code(queries, keys, hash, first, threads);
-          const int64_t last_bucket = first_code(queries, keys, hash, last, threads);
-          add_buckets(queries, keys, hash, first_bucket, last_bucket, scratch);
+          add_buckets(queries, keys, hash, first_bucket(queries.buckets, keys.buckets, hash, first, threads),
+                      first_bucket(queries.buckets, keys.buckets, hash, last, threads), scratch);
         });
       parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
@@ -395,14 +320,11 @@ void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key
       });
     }
   };
-  const int64_t rounds = (B * H + threads - 1) / threads;
   const int64_t head_bytes = (N + M) * (2 * columns + value_columns) * int64_t{sizeof(T)};
-  // threads share a head where too few heads would leave some idle, or where one for each would leave the cache
-  const bool few = 4 * B * H < 3 * rounds * threads;
-  if (N + M < kSharedRows || (!few && head_bytes * threads <= kThirdLevelBytes))
-    parallel_for(0, B * H, 1, add_heads);
-  else
+  if (threads_share_heads(B * H, N + M, head_bytes))
     add_heads(0, B * H);
+  else
+    parallel_for(0, B * H, 1, add_heads);
 }
 
 std::tuple<Tensor, Tensor> sampled_attention_backward_cpu(const Tensor& grad, const Tensor& query, const Tensor& key,

@@ -1,0 +1,110 @@
+// Rows by their buckets: for kernels that go over the queries and keys of one bucket after the other.
+#pragma once
+
+#include "simd.h"
+
+namespace yoso {
+namespace {
+
+// The rows of one side of a head, sorted by their codes.
+struct BucketOrder {
+  const int64_t count, table_size;
+  // for each hash function: order[ends[b - 1] .. ends[b]) are the rows in bucket b
+  Buffer<int32_t> all_orders, all_ends;
+
+  // `spare` rows may be read past the last
+  BucketOrder(int64_t count, int64_t num_hash, int64_t table_size, int64_t spare = 0)
+      : count(count), table_size(table_size), all_orders(num_hash * count + spare), all_ends(num_hash * table_size) {}
+
+  const int32_t* order(int64_t hash) const { return all_orders.data() + hash * count; }
+  const int32_t* ends(int64_t hash) const { return all_ends.data() + hash * table_size; }
+
+  // counting sort; buckets outside the table are left out
+  template <class Code, class BucketOf>
+  YOSO_INLINE void sort(const Code* codes, int64_t hash, const BucketOf& bucket_of) {
+    int32_t *order = all_orders.data() + hash * count, *ends = all_ends.data() + hash * table_size;
+    std::memset(ends, 0, table_size * sizeof(int32_t));
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bucket = bucket_of(codes[i]);
+      if (bucket < table_size) ++ends[bucket];
+    }
+    int32_t begin = 0;
+    for (int64_t bucket = 0; bucket < table_size; ++bucket) {
+      const int32_t size = ends[bucket];
+      ends[bucket] = begin;
+      begin += size;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bucket = bucket_of(codes[i]);
+      if (bucket < table_size) order[ends[bucket]++] = static_cast<int32_t>(i);
+    }
+  }
+};
+
+YOSO_INLINE int32_t begin_of_bucket(const int32_t* ends, int64_t bucket) { return bucket == 0 ? 0 : ends[bucket - 1]; }
+
+// The first bucket of part `part` of `parts`, with about the same number of rows in each.
+inline int64_t first_bucket(const BucketOrder& queries, const BucketOrder& keys, int64_t hash, int64_t part,
+                            int64_t parts) {
+  if (part == 0) return 0;
+  const int64_t buckets = queries.table_size;
+  const int32_t *query_ends = queries.ends(hash), *key_ends = keys.ends(hash);
+  const int64_t rows = int64_t{query_ends[buckets - 1]} + key_ends[buckets - 1];
+  int64_t low = 0, high = buckets;
+  while (low < high) {
+    const int64_t bucket = (low + high) / 2;
+    if ((int64_t{query_ends[bucket]} + key_ends[bucket]) * parts < rows * part)
+      low = bucket + 1;
+    else
+      high = bucket;
+  }
+  return part == parts ? buckets : low;
+}
+
+// Lists the buckets from `begin` to `end` that have both queries and keys; which have cannot be foretold, so there is
+// no branch. Returns how many there are.
+YOSO_INLINE int64_t shared_buckets(const int32_t* query_ends, const int32_t* key_ends, int64_t begin, int64_t end,
+                                   int32_t* buckets) {
+  int64_t count = 0;
+  int32_t q = begin_of_bucket(query_ends, begin), k = begin_of_bucket(key_ends, begin);
+  for (int64_t bucket = begin; bucket < end; ++bucket) {
+    buckets[count] = static_cast<int32_t>(bucket);
+    count += (query_ends[bucket] > q) & (key_ends[bucket] > k);
+    q = query_ends[bucket];
+    k = key_ends[bucket];
+  }
+  return count;
+}
+
+// Whether threads share a head: where too few heads would leave some idle, or where one for each would leave the
+// cache.
+inline bool threads_share_heads(int64_t heads, int64_t rows, int64_t head_bytes) {
+  // heads with fewer rows are not worth it
+  constexpr int64_t kSharedRows = 1024;
+  const int64_t threads = torch::stable::get_num_threads(), rounds = (heads + threads - 1) / threads;
+  const bool few = 4 * heads < 3 * rounds * threads;
+  return rows >= kSharedRows && (few || head_bytes * threads > kThirdLevelBytes);
+}
+
+// Fetches the rows of the next bucket, one at every call: all at once, they would hold up the processor.
+template <class T, class QueryStride, class KeyStride = QueryStride>
+struct Ahead {
+  const T *queries, *keys;
+  QueryStride query_stride;
+  KeyStride key_stride;
+  const int32_t *query_order = nullptr, *key_order = nullptr;
+  int64_t queries_left = 0, keys_left = 0;
+
+  YOSO_INLINE void operator()() {
+    if (queries_left > 0) {
+      --queries_left;
+      prefetch(queries + *query_order++ * query_stride, query_stride);
+    } else if (keys_left > 0) {
+      --keys_left;
+      prefetch(keys + *key_order++ * key_stride, key_stride);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace yoso

@@ -1,0 +1,432 @@
+// What exp(x) has beyond 1 + x, from pairs that share a bucket; reference.py says what it is. Its gradient.
+#include "buckets.h"
+#include "tiled_attention.h"
+
+namespace yoso {
+namespace {
+
+// the keys of a bucket that a query meets at most, and the queries that meet the same ones
+constexpr int64_t kBucketRows = 64;
+// the largest logarithm of a weight, and the smallest that counts
+constexpr double kMaxLogarithm = 60, kMinLogarithm = -87;
+
+// exp(x) - 1 - x; slope is what it has in x
+YOSO_INLINE double remainder(double x, double& slope) {
+  const double less_one = std::expm1(std::min(x, kMaxLogarithm));
+  slope = x < kMaxLogarithm ? less_one : -1;
+  return less_one - x;
+}
+
+// By 2^n exp(f), with exp(f) - 1 - f as a series: where n is 0, nothing cancels.
+YOSO_INLINE float remainder(float x, float& slope) {
+  // added to a small number and subtracted, it rounds that to an integer
+  constexpr float kRounds = 0x1.8p23f;
+  const float y = std::min(std::max(x, static_cast<float>(kMinLogarithm)), static_cast<float>(kMaxLogarithm));
+  const float n = (y * static_cast<float>(M_LOG2E) + kRounds) - kRounds;
+  // log(2) in two parts, of which the product with the first is exact
+  const float f = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+  float series = 1.0f / 5040;
+  series = series * f + 1.0f / 720;
+  series = series * f + 1.0f / 120;
+  series = series * f + 1.0f / 24;
+  series = series * f + 1.0f / 6;
+  series = series * f + 0.5f;
+  const float power = __builtin_bit_cast(float, (static_cast<int32_t>(n) + 127) << 23);
+  const float beyond = power * (f * f * series), first = power * f, less_one = power - 1;
+  slope = x < static_cast<float>(kMaxLogarithm) ? less_one + first + beyond : -1;
+  return beyond + (less_one + (first - x));
+}
+
+// The numbers of pairs: a tile's, or as many as its queries have with rows of whole vectors.
+template <class T>
+struct Tile {
+  // tiles of dot products write whole tiles
+  alignas(64) T products[kBucketRows * kBucketRows], weights[kBucketRows * kBucketRows];
+  alignas(64) T slope[kBucketRows * kBucketRows], base[kBucketRows * kBucketRows];
+  // by key: what makes a product a cosine, and what it weighs
+  alignas(64) T inverse[kBucketRows], key_weight[kBucketRows];
+  int32_t part[kBucketRows];
+};
+
+// weights = remainder of scale x products, over the probability that a pair shares a bucket; times parts over m. The
+// tile's rows have `stride` numbers. Where `slopes` is, the slope in the products as well.
+template <bool slopes, class T>
+YOSO_INLINE void weigh(Tile<T>& tile, int64_t size, int64_t tau, T scale, T share) {
+  // weights hold the cosines so far
+  for (int64_t i = 0; i < size; ++i) {
+    tile.base[i] = angle_complement(tile.weights[i]);
+    tile.slope[i] = 1 - tile.base[i];
+  }
+  T *base = tile.base, *other = tile.slope, *weights = tile.weights;
+  // the sum of both powers, by squaring from the highest bit on
+  alignas(64) T first[kBucketRows], second[kBucketRows];
+  for (int64_t begin = 0; begin < size; begin += kBucketRows, base += kBucketRows, other += kBucketRows) {
+    for (int64_t i = 0; i < kBucketRows; ++i) first[i] = base[i], second[i] = other[i];
+    for (int bit = 62 - __builtin_clzll(tau); bit >= 0; --bit) {
+      for (int64_t i = 0; i < kBucketRows; ++i) first[i] *= first[i], second[i] *= second[i];
+      if (tau >> bit & 1)
+        for (int64_t i = 0; i < kBucketRows; ++i) first[i] *= base[i], second[i] *= other[i];
+    }
+    for (int64_t i = 0; i < kBucketRows; ++i) base[i] = share / (first[i] + second[i]);
+  }
+  base = tile.base, other = tile.slope;
+  for (int64_t i = 0; i < size; ++i) {
+    T slope;
+    weights[i] = base[i] * remainder(scale * tile.products[i], slope);
+    if constexpr (slopes) other[i] = base[i] * scale * slope;
+  }
+}
+
+// Which sides of a head's rows there are, in this order: of queries the query, of the backward the gradient, and the
+// sum; of keys the key, the value, and of the backward both sums.
+template <class T>
+struct RemainderRows {
+  const int64_t count, columns, value_columns, stride;
+  Buffer<T> rows, inverse;
+  BucketOrder buckets;
+
+  RemainderRows(int64_t count, int64_t columns, int64_t value_columns, int64_t stride, int64_t num_hash,
+                int64_t table_size)
+      : count(count),
+        columns(columns),
+        value_columns(value_columns),
+        stride(stride),
+        rows(count * stride),
+        inverse(count),
+        buckets(count, num_hash, table_size) {}
+
+  // the row's first vector, whose inverse length is kept
+  template <class V, class In>
+  YOSO_INLINE void load_first(const Tensor& x, int64_t batch, int64_t head, int64_t begin, int64_t end) {
+    T* to = rows.data() + begin * stride;
+    load_rows<V>(rows_of<In>(x), batch, head, begin, end, x.size(3), to, stride);
+    for (int64_t row = begin; row < end; ++row, to += stride) {
+      V squares = {};
+      for (int64_t c = 0; c < columns; c += kLanes<V>) squares += load<V>(to + c) * load<V>(to + c);
+      const T square = sum_of_lanes(squares);
+      inverse[row] = square > 0 ? 1 / std::sqrt(square) : 0;
+      std::memset(to + columns, 0, (stride - columns) * sizeof(T));
+    }
+  }
+
+  template <class V, class In>
+  YOSO_INLINE void load_other(const Tensor& x, int64_t batch, int64_t head, int64_t begin, int64_t end) {
+    load_rows<V>(rows_of<In>(x), batch, head, begin, end, x.size(3), rows.data() + begin * stride + columns, stride);
+  }
+
+  template <class V, class Out>
+  YOSO_INLINE void store(int64_t first_column, const Tensor& out, int64_t batch, int64_t head, int64_t begin,
+                         int64_t end) {
+    store_rows<V>(rows.data() + begin * stride + first_column, stride, T{1}, mutable_rows_of<Out>(out), batch, head,
+                  begin, end, out.size(3));
+  }
+};
+
+// One head: numbers by row that tensors hold, and those that become tensors.
+template <class T>
+struct RemainderNumbers {
+  const T *key_weight, *grad_total;
+  T *total, *grad_weight;
+};
+
+// Adds what a tile of queries and a part of their bucket's keys give to the sums of the rows.
+template <class V, bool backward, class Sizes, class T, class A>
+YOSO_INLINE void add_tile(Sizes sizes, RemainderRows<T>& queries, const int32_t* query_order, int64_t nq,
+                          RemainderRows<T>& keys, const int32_t* key_order, int64_t nk,
+                          const RemainderNumbers<T>& numbers, int64_t tau, T scale, T share, Tile<T>& tile, A& ahead) {
+  constexpr int64_t L = kLanes<V>;
+  const auto D = sizes.columns, Dv = sizes.value_columns;
+  const PickedRows<T> query{queries.rows.data(), queries.stride, query_order};
+  const PickedRows<T> key{keys.rows.data(), keys.stride, key_order};
+  const auto after = [](PickedRows<T> rows, int64_t columns) YOSO_INLINE_LAMBDA {
+    return PickedRows<T>{rows.data + columns, rows.stride, rows.picked};
+  };
+  const int64_t stride = padded(nk), size = (nq * stride + kBucketRows - 1) / kBucketRows * kBucketRows;
+  outlined<V>([&](auto) YOSO_INLINE_LAMBDA {
+    dot_products<V>(nq, nk, D, query, key, tile.products, stride, ahead);
+  });
+  for (int64_t k = 0; k < stride; ++k) {
+    const bool exists = k < nk;
+    tile.inverse[k] = exists ? keys.inverse[key_order[k]] : 0;
+    tile.key_weight[k] = exists ? numbers.key_weight[key_order[k]] : 0;
+  }
+  for (int64_t q = 0; q < nq; ++q) {
+    T* products = tile.products + q * stride;
+    const T inverse = queries.inverse[query_order[q]];
+    for (int64_t k = 0; k < stride; k += L) {
+      // what no pair wrote may be anything
+      const V product = load<V>(tile.inverse + k) != 0 ? load<V>(products + k) : V{};
+      store<V>(products + k, product);
+      store<V>(tile.weights + q * stride + k, product * inverse * load<V>(tile.inverse + k));
+    }
+  }
+  for (int64_t i = nq * stride; i < size; ++i) tile.products[i] = tile.weights[i] = 0;
+  weigh<backward>(tile, size, tau, scale, share);
+  if constexpr (!backward) {
+    for (int64_t q = 0; q < nq; ++q) {
+      V sum = {};
+      for (int64_t k = 0; k < stride; k += L) {
+        const V weight = load<V>(tile.weights + q * stride + k) * load<V>(tile.key_weight + k);
+        store<V>(tile.weights + q * stride + k, weight);
+        sum += weight;
+      }
+      numbers.total[query_order[q]] += sum_of_lanes(sum);
+    }
+    const AllRows<const T> weights{tile.weights, stride};
+    outlined<V>([&](auto) YOSO_INLINE_LAMBDA {
+      multiply<V>(nq, Dv, nk, weights, 1, after(key, D), after(query, D), ahead);
+    });
+  } else {
+    // the gradients' products with the values, in place of those of queries and keys
+    outlined<V>([&](auto) YOSO_INLINE_LAMBDA {
+      dot_products<V>(nq, nk, Dv, after(query, D), after(key, D), tile.products, stride, ahead);
+    });
+    alignas(64) T grad_weight[kBucketRows] = {};
+    for (int64_t q = 0; q < nq; ++q) {
+      const T grad_total = numbers.grad_total[query_order[q]];
+      for (int64_t k = 0; k < stride; k += L) {
+        const int64_t i = q * stride + k;
+        const V product = load<V>(tile.products + i) + grad_total, weight = load<V>(tile.weights + i);
+        const V key_weight = load<V>(tile.key_weight + k);
+        store<V>(grad_weight + k, load<V>(grad_weight + k) + weight * product);
+        store<V>(tile.weights + i, weight * key_weight);
+        store<V>(tile.slope + i, load<V>(tile.slope + i) * product * key_weight);
+      }
+    }
+    for (int64_t k = 0; k < nk; ++k) numbers.grad_weight[key_order[k]] += grad_weight[k];
+    const T *slope = tile.slope, *weights = tile.weights;
+    outlined<V>([&](auto) YOSO_INLINE_LAMBDA {
+      multiply<V>(nq, D, nk, AllRows<const T>{slope, stride}, 1, key, after(query, D + Dv), ahead);
+    });
+    outlined<V>([&](auto) YOSO_INLINE_LAMBDA {
+      multiply<V>(nk, D, nq, AllRows<const T>{slope, 1}, stride, query, after(key, D + Dv), ahead);
+    });
+    outlined<V>([&](auto) YOSO_INLINE_LAMBDA {
+      multiply<V>(nk, Dv, nq, AllRows<const T>{weights, 1}, stride, after(query, D), after(key, 2 * D + Dv), ahead);
+    });
+  }
+}
+
+// Which of a bucket's parts its first queries meet: another one in every bucket and for every hash function.
+YOSO_INLINE int64_t chance(int64_t bucket, int64_t hash) {
+  return static_cast<uint32_t>((bucket + 1) * (hash + 1) * 2654435761u) >> 16;
+}
+
+// Adds a hash function's buckets from `begin` to `end`; listed has room for their numbers.
+template <class V, bool backward, class Sizes, class T>
+YOSO_INLINE void add_buckets(Sizes sizes, RemainderRows<T>& queries, RemainderRows<T>& keys,
+                             const RemainderNumbers<T>& numbers, int64_t num_hash, int64_t hash, int64_t begin,
+                             int64_t end, int64_t tau, T scale, Tile<T>& tile, int32_t* listed) {
+  const int32_t *query_ends = queries.buckets.ends(hash), *key_ends = keys.buckets.ends(hash);
+  const int32_t *query_order = queries.buckets.order(hash), *key_order = keys.buckets.order(hash);
+  const int64_t count = shared_buckets(query_ends, key_ends, begin, end, listed);
+  Ahead<T, int64_t> ahead{queries.rows.data(), keys.rows.data(), queries.stride, keys.stride};
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + 1 < count) {
+      const int64_t next = listed[i + 1];
+      const int32_t first_q = begin_of_bucket(query_ends, next), first_k = begin_of_bucket(key_ends, next);
+      ahead.query_order = query_order + first_q;
+      ahead.key_order = key_order + first_k;
+      ahead.queries_left = std::min<int64_t>(query_ends[next] - first_q, kBucketRows);
+      ahead.keys_left = std::min<int64_t>(key_ends[next] - first_k, kBucketRows);
+    }
+    const int64_t bucket = listed[i];
+    const int32_t first_q = begin_of_bucket(query_ends, bucket), first_k = begin_of_bucket(key_ends, bucket);
+    const int64_t num_queries = query_ends[bucket] - first_q, num_keys = key_ends[bucket] - first_k;
+    const int64_t parts = (num_keys + kBucketRows - 1) / kBucketRows;
+    const T share = static_cast<T>(parts) / num_hash;
+    for (int64_t q = 0; q < num_queries; q += kBucketRows) {
+      const int64_t part = (q / kBucketRows + chance(bucket, hash)) % parts;
+      const int64_t nq = std::min(kBucketRows, num_queries - q), nk = (num_keys - part + parts - 1) / parts;
+      const int32_t* met = key_order + first_k;
+      if (parts > 1) {
+        for (int64_t k = 0; k < nk; ++k) tile.part[k] = met[part + k * parts];
+        met = tile.part;
+      }
+      add_tile<V, backward>(sizes, queries, query_order + first_q + q, nq, keys, met, nk, numbers, tau, scale, share,
+                            tile, ahead);
+    }
+    while (ahead.queries_left + ahead.keys_left > 0) ahead();
+  }
+}
+
+// How many columns rows have: known to the compiler for the usual sizes.
+template <class Columns>
+struct RemainderSizes {
+  Columns columns, value_columns;
+};
+template <int64_t columns>
+using FixedSizes = RemainderSizes<std::integral_constant<int64_t, columns>>;
+
+template <bool backward, class T>
+void add_buckets(RemainderRows<T>& queries, RemainderRows<T>& keys, const RemainderNumbers<T>& numbers,
+                 int64_t num_hash, int64_t hash, int64_t begin, int64_t end, int64_t tau, T scale) {
+  const std::unique_ptr<Tile<T>> tile(new Tile<T>);
+  Buffer<int32_t> listed(queries.buckets.table_size);
+  const int64_t D = queries.columns, Dv = queries.value_columns;
+  vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+    using V = Vector<T, bytes()>;
+    const auto add = [&](auto sizes) YOSO_INLINE_LAMBDA {
+      add_buckets<V, backward>(sizes, queries, keys, numbers, num_hash, hash, begin, end, tau, scale, *tile,
+                               listed.data());
+    };
+    if (D == 32 && Dv == 32)
+      add(FixedSizes<32>{});
+    else if (D == 64 && Dv == 64)
+      add(FixedSizes<64>{});
+    else
+      add(RemainderSizes<int64_t>{D, Dv});
+  });
+}
+
+// What the operator gets, and what it gives: total and out, or the gradients.
+struct Tensors {
+  Tensor query, key, value, key_weight, query_codes, key_codes;
+  std::optional<Tensor> grad, grad_total;
+};
+
+template <class In, class Code, bool backward, class Store>
+void for_buckets(const Tensors& x, int64_t tau, double scale, std::optional<Tensor> total,
+                 std::optional<Tensor> grad_weight, const Store& store) {
+  using T = Accumulator<In>;
+  using torch::stable::parallel_for;
+  const int64_t B = x.query.size(0), H = x.query.size(1), N = x.query.size(2), M = x.key.size(2);
+  const int64_t m = x.query_codes.size(2), D = padded(x.query.size(3)), Dv = padded(x.value.size(3));
+  const uint32_t table_size = 1u << (tau - 1), last_code = 2 * table_size - 1;
+  // no bucket of the table for codes below 0
+  const auto bucket_of = [=](Code code) {
+    const uint32_t c = static_cast<uint32_t>(code);
+    return c > last_code ? table_size : std::min(c, last_code - c);
+  };
+  const Code* query_codes = static_cast<const Code*>(x.query_codes.const_data_ptr());
+  const Code* key_codes = static_cast<const Code*>(x.key_codes.const_data_ptr());
+  const T* key_weight = static_cast<const T*>(x.key_weight.const_data_ptr());
+  const T* grad_total = backward ? static_cast<const T*>(x.grad_total->const_data_ptr()) : nullptr;
+  T* totals = backward ? nullptr : static_cast<T*>(total->mutable_data_ptr());
+  T* grad_weights = backward ? static_cast<T*>(grad_weight->mutable_data_ptr()) : nullptr;
+  const int64_t query_stride = D + Dv + (backward ? D : 0), key_stride = (backward ? 2 : 1) * (D + Dv);
+  const int64_t threads = torch::stable::get_num_threads();
+
+  // The parallel loops within run one after the other where the loop over heads is parallel already. No two buckets
+  // of a hash function share a row, so the result does not depend on how they are divided.
+  auto add_heads = [&](int64_t begin, int64_t end) {
+    RemainderRows<T> queries(N, D, Dv, query_stride, m, table_size), keys(M, D, Dv, key_stride, m, table_size);
+    for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
+      const int64_t batch = batch_head / H, head = batch_head % H;
+      RemainderNumbers<T> numbers{key_weight + batch_head * M};
+      if constexpr (backward) {
+        numbers.grad_total = grad_total + batch_head * N;
+        numbers.grad_weight = grad_weights + batch_head * M;
+        std::memset(numbers.grad_weight, 0, M * sizeof(T));
+      } else {
+        numbers.total = totals + batch_head * N;
+        std::memset(numbers.total, 0, N * sizeof(T));
+      }
+      parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
+        vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+          using V = Vector<T, bytes()>;
+          if (first < N) {
+            queries.template load_first<V, In>(x.query, batch, head, first, std::min(last, N));
+            if constexpr (backward) queries.template load_other<V, T>(*x.grad, batch, head, first, std::min(last, N));
+          }
+          if (last > N) {
+            keys.template load_first<V, In>(x.key, batch, head, std::max(first, N) - N, last - N);
+            keys.template load_other<V, In>(x.value, batch, head, std::max(first, N) - N, last - N);
+          }
+        });
+      });
+      parallel_for(0, 2 * m, 1, [&](int64_t first, int64_t last) {
+        for (int64_t task = first; task < last; ++task)
+          if (task < m)
+            queries.buckets.sort(query_codes + (batch_head * m + task) * N, task, bucket_of);
+          else
+            keys.buckets.sort(key_codes + (batch_head * m + task - m) * M, task - m, bucket_of);
+      });
+      for (int64_t hash = 0; hash < m; ++hash)
+        parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+          add_buckets<backward, T>(queries, keys, numbers, m, hash,
+                                   first_bucket(queries.buckets, keys.buckets, hash, first, threads),
+                                   first_bucket(queries.buckets, keys.buckets, hash, last, threads), tau,
+                                   static_cast<T>(scale));
+        });
+      parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
+        vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+          store(bytes, queries, keys, batch, head, Range{first, std::min(last, N)},
+                Range{std::max(first, N) - N, last - N});
+        });
+      });
+    }
+  };
+  const int64_t head_bytes = (N * query_stride + M * key_stride) * int64_t{sizeof(T)};
+  if (threads_share_heads(B * H, N + M, head_bytes))
+    add_heads(0, B * H);
+  else
+    parallel_for(0, B * H, 1, add_heads);
+}
+
+std::tuple<Tensor, Tensor> sampled_remainder_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                 const Tensor& key_weight, const Tensor& query_codes,
+                                                 const Tensor& key_codes, int64_t hash_code_len, double scale) {
+  check_sampled_remainder(query, key, value, key_weight, query_codes, key_codes, hash_code_len, scale);
+  const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
+  Tensor out = on_huge_pages(empty_heads_last(key_weight, B, H, N, value.size(3)));
+  Tensor total = empty_inverse_length(query, true);
+  if (B * H * N == 0) return {out, total};
+  const Tensors x{dense_rows(query), dense_rows(key), dense_rows(value), key_weight, query_codes, key_codes, {}, {}};
+  dispatch_floating(query, [&](auto element) {
+    dispatch_codes(query_codes, [&](auto code) {
+      using In = decltype(element);
+      using T = Accumulator<In>;
+      const auto store = [&](auto bytes, auto& queries, auto&, int64_t batch, int64_t head, Range rows,
+                             Range) YOSO_INLINE_LAMBDA {
+        if (rows.begin < rows.end)
+          queries.template store<Vector<T, bytes()>, T>(queries.columns, out, batch, head, rows.begin, rows.end);
+      };
+      for_buckets<In, decltype(code), false>(x, hash_code_len, scale, total, {}, store);
+    });
+  });
+  return {out, total};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cpu(
+    const Tensor& grad, const Tensor& grad_total, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& key_weight, const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
+    double scale) {
+  check_sampled_remainder_backward(grad, grad_total, query, key, value, key_weight, query_codes, key_codes,
+                                   hash_code_len, scale);
+  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
+  Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
+  Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));
+  Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
+  Tensor grad_weight = empty_inverse_length(key, true);
+  if (B * H * (N + M) == 0) return {grad_query, grad_key, grad_value, grad_weight};
+  const Tensors x{dense_rows(query), dense_rows(key), dense_rows(value), key_weight,
+                  query_codes,       key_codes,       dense_rows(grad),  grad_total};
+  dispatch_floating(query, [&](auto element) {
+    dispatch_codes(query_codes, [&](auto code) {
+      using In = decltype(element);
+      const auto store = [&](auto bytes, auto& queries, auto& keys, int64_t batch, int64_t head, Range query_rows,
+                             Range key_rows) YOSO_INLINE_LAMBDA {
+        using V = Vector<Accumulator<In>, bytes()>;
+        const int64_t sums = queries.columns + queries.value_columns;
+        if (query_rows.begin < query_rows.end)
+          queries.template store<V, In>(sums, grad_query, batch, head, query_rows.begin, query_rows.end);
+        if (key_rows.begin < key_rows.end) {
+          keys.template store<V, In>(sums, grad_key, batch, head, key_rows.begin, key_rows.end);
+          keys.template store<V, In>(sums + keys.columns, grad_value, batch, head, key_rows.begin, key_rows.end);
+        }
+      };
+      for_buckets<In, decltype(code), true>(x, hash_code_len, scale, {}, grad_weight, store);
+    });
+  });
+  return {grad_query, grad_key, grad_value, grad_weight};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(yoso_hf, CPU, m) {
+  m.impl("sampled_remainder", TORCH_BOX(&sampled_remainder_cpu));
+  m.impl("sampled_remainder_backward", TORCH_BOX(&sampled_remainder_backward_cpu));
+}
+
+}  // namespace yoso
