@@ -20,9 +20,10 @@ from .ops import (
     expectation_attention,
     local_attention,
     sampled_attention,
+    sampled_remainder,
     softmax_like_attention,
 )
-from .reference import centred, longest_row
+from .reference import MAX_LOGARITHM, count_rows, less_masked, real_rows
 
 HAS_CUDA_KERNELS = "cuda" in compiled_backends()
 
@@ -31,8 +32,7 @@ SIMILARITIES = ("cosine", "softmax")
 BACKWARDS = ("sampled", "expectation", "exact")
 EXPECTATIONS = (True, False, "auto")
 
-# Of similarity="softmax", the keys of the largest weight, which are not sampled: a few have much of it, and would
-# hardly ever collide.
+# Of similarity="softmax", the keys of the largest weight, which are not sampled: a few have much of it.
 NUM_HEAVY_KEYS = 64
 
 # The length, for each hash function, at which the exact kernel takes as long as the sampled one, by similarity; on
@@ -125,15 +125,17 @@ def yoso_attention(
             "exact": the true derivative, only with expectation=True. With expectation=True nothing is sampled, and
             "sampled" means "expectation". The gradient of value is always the true one.
         similarity: "cosine": the weights above. "softmax": weights that stand in for those of softmax attention,
-            exp(scale query . key). Queries and keys are taken less their means over the sequence, as softmax
-            does not notice what all keys share, and what the queries share is a weight of each key,
-            exp(scale mean of queries . key). That one is exact; the kernel stands for what is left. Where the
-            expectation is computed, x is the dot product, in the scale in which the kernel's power 128 is closest to
-            exp, hash_code_len has no effect, and backward is "exact". A query that avoids, by far more than 60 in the
-            exponent, a key that most queries agree on, has no weight that float32 can hold, and gets zero. Where
-            sampled, x is the cosine, what is left is 1 + share (2^hash_code_len kernel - 1), with a share in 0..1 that
-            grows with the lengths of query and key, and the 64 keys of the largest weight get their expectation. Needs
-            normalization="sum". With N = M, masked positions do not count as queries either.
+            exp(scale query . key). Queries are taken less their mean over the sequence, and keys less one of theirs,
+            as softmax does not notice what all keys share, and what the queries share is a weight of each key,
+            exp(scale mean of queries . key). That one is exact. Where the expectation is computed, the kernel of power
+            128 stands for what is left, x being the dot product in the scale in which that is closest to exp,
+            hash_code_len has no effect, and backward is "exact". Where sampled, what is left is exp itself, up to
+            exp(60): exact for the 64 keys of the largest weight, and for the others 1 plus the dot product, exact,
+            plus an estimate of the rest, from the pairs whose codes agree in all bits or in none. Its expectation does
+            not depend on hash_code_len: shorter codes are less noisy, and take longer. A query that avoids, by far
+            more than 60 in the exponent, a key that most queries agree on, has no weight that float32 can hold, and
+            gets zero. Needs normalization="sum" and, where sampled, one hash_code_len, backward="sampled" and no
+            local_window. With N = M, masked positions do not count as queries either.
         local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are
             sampled: the same expectation with less noise, at a cost of O(N local_window). Needs N = M. 0: none, not
             even a position with itself. Nothing changes where the expectation is computed.
@@ -155,25 +157,28 @@ def yoso_attention(
             hash_code_len = hash_functions.hash_code_len
     check_integer("num_hash", num_hash, 1)
     _check_hash_code_len(hash_code_len, heads, expectation, hash_functions)
+    if similarity == "softmax" and expectation is not True:
+        _check_sampled_softmax(hash_code_len, backward, local_window)
     if expectation == "auto":
         expectation = exact_is_cheaper(query.shape[2], key.shape[2], num_hash, similarity)
 
     out_dtype = value.dtype
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    key_weight = None
     if similarity == "softmax":
+        if dtype == torch.float16:
+            # weights span more than its range
+            query, key, value = query.float(), key.float(), value.float()
         scale = scale or head_dim**-0.5
         if expectation:
-            if dtype == torch.float16:
-                # weights span more than its range
-                query, key, value = query.float(), key.float(), value.float()
             attend = softmax_like_attention_graph if torch.onnx.is_in_onnx_export() else softmax_like_attention
             out, _ = attend(query, key, value, key_mask, scale)
-            return out.to(out_dtype)
-        query, key, key_weight, _ = centred(query, key, key_mask, scale)
-        query_share, key_share = _shares(query, key, scale, _by_head(hash_code_len, query))
-        query, key = query.to(dtype), key.to(dtype)
+        else:
+            if hash_functions is None:
+                hash_functions = HashFunctions.sample(heads, head_dim, num_hash, hash_code_len, device=query.device)
+            with torch.autocast(query.device.type, enabled=False):
+                out = _sampled_softmax(query, key, value, key_mask, hash_functions, scale)
+        return out.to(out_dtype)
     # sums of many values, or of small weights, leave float16's range; CUDA's kernels scale them before they round
     scaled_late = normalization == "sum" or (normalization == "l2" and not (query.is_cuda and HAS_CUDA_KERNELS))
     if dtype == torch.float16 and (scaled_late or (local_window > 0 and not expectation)):
@@ -181,23 +186,14 @@ def yoso_attention(
     if normalization == "sum":
         # the weights' sum is a column more; zeros before it keep rows aligned to 8 elements, as GPUs read them best
         columns, weight = value.shape[3], value.new_ones(*value.shape[:-1], 1)
-        if key_weight is not None:
-            weight = key_weight.to(value.dtype)
-            value = value * weight
         value = torch.cat([value, value.new_zeros(*value.shape[:-1], -(columns + 1) % 8), weight], dim=-1)
     unit = normalization == "l2"
-    if (expectation or key_weight is not None) and key_mask is not None:
+    if expectation and key_mask is not None:
         # a zero value adds nothing, and a zero key gets no gradient
         masked = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(masked, 0), value.masked_fill(masked, 0)
 
-    tensors = (query, key, value)
-    if key_weight is not None:
-        sampled_value = value * key_share.to(value.dtype)
-        common, rest = (x.sum(2, keepdim=True, dtype=key_weight.dtype) for x in (value, value - sampled_value))
-        tensors = (query, *_without_heavy(key, sampled_value, key_weight))
-
-    def of_heads(hash_code_len: int, functions: HashFunctions | None, query, key, value, *heavy: Tensor) -> Tensor:
+    def of_heads(hash_code_len: int, functions: HashFunctions | None, query, key, value) -> Tensor:
         exact_attention = expectation_attention_graph if torch.onnx.is_in_onnx_export() else expectation_attention
         if expectation:
             out, _ = exact_attention(query, key, value, hash_code_len, backward == "exact", unit)
@@ -210,8 +206,6 @@ def yoso_attention(
         exact_sum, scaled = backward == "expectation", unit and local_window == 0
         attend = sampled_attention_graph if torch.onnx.is_in_onnx_export() else sampled_attention
         out, _ = attend(query, key, value, query_codes, key_codes, hash_code_len, exact_sum, scaled)
-        if heavy:
-            out = out + exact_attention(query, *heavy, hash_code_len, True, unit)[0]
         if local_window > 0:
             if exact_sum:
                 # their gradient is the exact sum over all pairs already
@@ -222,19 +216,16 @@ def yoso_attention(
         return out
 
     if isinstance(hash_code_len, int):
-        out = of_heads(hash_code_len, hash_functions, *tensors)
+        out = of_heads(hash_code_len, hash_functions, query, key, value)
     else:
         # heads of the same length together
         order, outs = [], []
         for length in sorted(set(hash_code_len)):
             chosen = [head for head in range(heads) if hash_code_len[head] == length]
             functions = None if hash_functions is None else hash_functions.part(chosen, length)
-            outs.append(of_heads(length, functions, *(x[:, chosen] for x in tensors)))
+            outs.append(of_heads(length, functions, *(x[:, chosen] for x in (query, key, value))))
             order += chosen
         out = torch.cat(outs, dim=1)[:, [order.index(head) for head in range(heads)]]
-    if key_weight is not None:
-        # 1 + share (2^tau p - 1), of sums that are not negative: shares of keys are in them already
-        out = torch.lerp(common, out.mul_(2.0 ** _by_head(hash_code_len, out)).add_(rest), query_share)
     if normalization == "sum":
         out = _divide(out[..., :columns], out[..., -1:])
     return out.to(out_dtype)
@@ -281,23 +272,45 @@ def _by_head(hash_code_len: int | list[int] | tuple[int, ...], like: Tensor) -> 
     return hash_code_len if isinstance(hash_code_len, int) else like.new_tensor(hash_code_len).view(-1, 1, 1)
 
 
-def _shares(query: Tensor, key: Tensor, scale: float, power: int | Tensor) -> tuple[Tensor, Tensor]:
-    """How much of the kernel a weight has, by query and by key, in 0..1: [B, H, N, 1] and [B, H, M, 1].
+def _sampled_softmax(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, functions: HashFunctions, scale: float
+) -> Tensor:
+    """Softmax attention, exact in the first order of the exponent and in the heaviest keys, else sampled."""
+    dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
+    real_keys, real_queries = real_rows(query, key, key_mask)
+    query, key = less_masked(query.to(wide), real_queries), less_masked(key.to(wide), real_keys)
+    value = less_masked(value, real_keys)
+    with torch.no_grad():
+        # softmax does not notice what is taken from all keys, nor, with the keys' weights, what is from all queries
+        query_mean = query.sum(2, keepdim=True) / count_rows(query, real_queries)
+    logarithm = scale * (key @ query_mean.mT)
+    if real_keys is not None:
+        logarithm = logarithm.masked_fill(~real_keys, -math.inf)
+    if key.shape[2] > 0:
+        logarithm = logarithm - logarithm.detach().amax(2, keepdim=True).clamp(min=torch.finfo(wide).min)
+    weight = logarithm.exp()
+    heavy = weight.detach().topk(min(NUM_HEAVY_KEYS, key.shape[2]), dim=2).indices
+    light = weight.scatter(2, heavy, 0)
+    with torch.no_grad():
+        # so that the first order adds nothing to the sum of the light keys' weights, and the rest only adds to it
+        key_mean = _divide((light * key).sum(2, keepdim=True), light.sum(2, keepdim=True))
+    query = less_masked(query - query_mean, real_queries).to(dtype)
+    key = less_masked(key - key_mean, real_keys).to(dtype)
+    query_mask = None if real_queries is None else key_mask
+    codes = functions.codes(query.detach(), query_mask), functions.codes(key.detach(), key_mask)
+    length = functions.hash_code_len
+    out, total = sampled_remainder(query, key, value, light.squeeze(-1), *codes, length, scale)
 
-    Near a cosine x of 0 the kernel is 2^-tau exp(2 tau / pi x), and softmax's weight exp(scale |q| |k| x). The product
-    of a pair's shares is the square of the quotient of these two slopes, unless one share has to be cut to 1.
-    """
-    square_query, square_key = (x.square().sum(-1, keepdim=True) for x in (query, key))
-    ratio = longest_row(square_key) / longest_row(square_query)
-    quotient = scale * math.pi / (2 * power)
-    return (square_query * (quotient * ratio)).clamp(max=1), (square_key * (quotient / ratio)).clamp(max=1)
-
-
-def _without_heavy(key: Tensor, value: Tensor, key_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys, values without those of the heaviest keys, and the heaviest keys and values."""
-    index = key_weight.topk(min(NUM_HEAVY_KEYS, key.shape[2]), dim=2).indices
-    of_key, of_value = (index.expand(-1, -1, -1, x.shape[3]) for x in (key, value))
-    return key, value.scatter(2, of_value, 0), key.gather(2, of_key), value.gather(2, of_value)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    # the order zero and the first of the light keys, and the heavy ones
+    light_value = torch.cat([light * value, light], dim=-1)
+    linear, linear_total = (light_value.sum(2, keepdim=True) + scale * query @ (key.mT @ light_value)).split(
+        [value.shape[3], 1], dim=-1
+    )
+    heavy_key, heavy_value = (x.gather(2, heavy.expand(-1, -1, -1, x.shape[3])) for x in (key, value))
+    heavy_weight = (scale * query @ heavy_key.mT).clamp(max=MAX_LOGARITHM).exp() * weight.gather(2, heavy).mT
+    total = total[..., None] + linear_total + heavy_weight.sum(-1, keepdim=True)
+    return _divide(out + linear + heavy_weight @ heavy_value, total)
 
 
 def _divide(out: Tensor, total: Tensor) -> Tensor:
@@ -369,6 +382,16 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
             f"local_window needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}: "
             "it counts positions of one sequence"
         )
+
+
+def _check_sampled_softmax(hash_code_len, backward, local_window) -> None:
+    note = 'unless expectation=True, as samples of similarity="softmax" have no other'
+    if not isinstance(hash_code_len, int):
+        raise ValueError(f"hash_code_len must be one number, got {hash_code_len}, {note}")
+    if backward != "sampled":
+        raise ValueError(f'backward must be "sampled", got {backward!r}, {note}')
+    if local_window != 0:
+        raise ValueError(f"local_window must be 0, got {local_window}, {note}")
 
 
 def _check_hash_code_len(hash_code_len, heads: int, expectation, functions: HashFunctions | None) -> None:

@@ -45,7 +45,8 @@ class YosoConfig(PreTrainedConfig):
         normalization: "l2": context vectors have length one, as in the paper; "sum": they are divided by the sum of
             their weights, as in softmax attention; None: neither.
         similarity: "cosine": weights depend on the cosine of query and key, as in the paper; "softmax": they stand in
-            for those of softmax attention (see yoso_attention), with normalization="sum".
+            for those of softmax attention (see yoso_attention), with normalization="sum" and, unless use_expectation
+            is True, one hash_code_len, local_window=0 and lsh_backward=True.
         local_window: pairs of tokens at most so far apart get their exact weight where the others are sampled, >= 0.
         hash_seed: seed of the hash functions in eval mode, 0..2**32 - 1, drawn once for every layer; None:
             drawn afresh from torch's global generator at each call, as always in training.
@@ -118,6 +119,14 @@ class YosoConfig(PreTrainedConfig):
             raise ValueError(f"conv_window must be None or an odd positive number, got {self.conv_window}")
         if self.similarity == "softmax" and self.normalization != "sum":
             raise ValueError(f'similarity="softmax" needs normalization="sum", got {self.normalization!r}')
+        if self.similarity == "softmax" and self.use_expectation is not True:
+            needed = isinstance(self.hash_code_len, int) and self.local_window == 0 and self.lsh_backward
+            if not needed:
+                raise ValueError(
+                    f'similarity="softmax" with use_expectation={self.use_expectation!r} needs one hash_code_len, '
+                    f"local_window=0 and lsh_backward=True, got {self.hash_code_len}, {self.local_window} and "
+                    f"{self.lsh_backward}"
+                )
         if self.local_window < 0:
             raise ValueError(f"local_window must be at least 0, got {self.local_window}")
         if self.hash_seed is not None and not 0 <= self.hash_seed < 2**32:

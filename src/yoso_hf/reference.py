@@ -261,7 +261,7 @@ def softmax_like_attention_backward(
     # what all rows get is what their mean has, and is taken from them by it
     grad_query, _ = _less_mean(grad_query, real_queries)
     grad_key, _ = _less_mean(grad_key * factor + scale * grad_logarithm * query_mean, real_keys)
-    grad_query = less_masked(grad_query + grad_mean / _count(grad_query, real_queries), real_queries)
+    grad_query = less_masked(grad_query + grad_mean / count_rows(grad_query, real_queries), real_queries)
     return tuple(_heads_last(x.to(dtype)) for x in (grad_query, grad_key, grad_value))
 
 
@@ -580,13 +580,14 @@ def less_masked(x: Tensor, real: Tensor | None) -> Tensor:
     return x if real is None else x.masked_fill(~real, 0)
 
 
-def _count(x: Tensor, real: Tensor | None) -> int | Tensor:
+def count_rows(x: Tensor, real: Tensor | None) -> int | Tensor:
+    """How many rows of x are real, at least 1."""
     return max(x.shape[2], 1) if real is None else real.sum(2, keepdim=True).clamp(min=1)
 
 
 def _less_mean(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
     x = less_masked(x, real)
-    mean = x.sum(2, keepdim=True) / _count(x, real)
+    mean = x.sum(2, keepdim=True) / count_rows(x, real)
     return less_masked(x - mean, real), mean
 
 
