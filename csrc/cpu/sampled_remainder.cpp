@@ -37,43 +37,46 @@ YOSO_INLINE float remainder(float x, float& slope) {
   return beyond + (less_one + (first - x));
 }
 
-// The numbers of pairs: a tile's, or as many as its queries have with rows of whole vectors.
+// The numbers of a tile's pairs.
 template <class T>
 struct Tile {
-  // tiles of dot products write whole tiles
-  alignas(64) T products[kBucketRows * kBucketRows], weights[kBucketRows * kBucketRows];
-  alignas(64) T slope[kBucketRows * kBucketRows], base[kBucketRows * kBucketRows];
-  // by key: what makes a product a cosine, and what it weighs
+  static constexpr int64_t kSize = kBucketRows * kBucketRows;
+  // in turn: products of queries and keys, weights; slopes; products of gradients and values
+  alignas(64) T products[kSize], weights[kSize], slopes[kSize];
+  // of each cosine the share of the angle that it leaves, the angle's, and the powers of both
+  alignas(64) T left[kSize], angle[kSize], left_power[kSize], angle_power[kSize];
+  // by key: what makes a product a cosine, and what the key weighs
   alignas(64) T inverse[kBucketRows], key_weight[kBucketRows];
   int32_t part[kBucketRows];
 };
 
-// weights = remainder of scale x products, over the probability that a pair shares a bucket; times parts over m. The
-// tile's rows have `stride` numbers. Where `slopes` is, the slope in the products as well.
-template <bool slopes, class T>
+// Turns cosines into weights: the remainder of scale x products, times share, over the probability that a pair shares
+// a bucket. Where `with_slopes`, slopes get what the weights have in the products.
+template <bool with_slopes, class T>
 YOSO_INLINE void weigh(Tile<T>& tile, int64_t size, int64_t tau, T scale, T share) {
-  // weights hold the cosines so far
   for (int64_t i = 0; i < size; ++i) {
-    tile.base[i] = angle_complement(tile.weights[i]);
-    tile.slope[i] = 1 - tile.base[i];
+    const T left = angle_complement(tile.weights[i]);
+    tile.left[i] = tile.left_power[i] = left;
+    tile.angle[i] = tile.angle_power[i] = 1 - left;
   }
-  T *base = tile.base, *other = tile.slope, *weights = tile.weights;
-  // the sum of both powers, by squaring from the highest bit on
-  alignas(64) T first[kBucketRows], second[kBucketRows];
-  for (int64_t begin = 0; begin < size; begin += kBucketRows, base += kBucketRows, other += kBucketRows) {
-    for (int64_t i = 0; i < kBucketRows; ++i) first[i] = base[i], second[i] = other[i];
-    for (int bit = 62 - __builtin_clzll(tau); bit >= 0; --bit) {
-      for (int64_t i = 0; i < kBucketRows; ++i) first[i] *= first[i], second[i] *= second[i];
-      if (tau >> bit & 1)
-        for (int64_t i = 0; i < kBucketRows; ++i) first[i] *= base[i], second[i] *= other[i];
-    }
-    for (int64_t i = 0; i < kBucketRows; ++i) base[i] = share / (first[i] + second[i]);
+  // by squaring, from the highest bit on
+  for (int bit = 62 - __builtin_clzll(tau); bit >= 0; --bit) {
+    if (tau >> bit & 1)
+      for (int64_t i = 0; i < size; ++i) {
+        tile.left_power[i] *= tile.left_power[i] * tile.left[i];
+        tile.angle_power[i] *= tile.angle_power[i] * tile.angle[i];
+      }
+    else
+      for (int64_t i = 0; i < size; ++i) {
+        tile.left_power[i] *= tile.left_power[i];
+        tile.angle_power[i] *= tile.angle_power[i];
+      }
   }
-  base = tile.base, other = tile.slope;
   for (int64_t i = 0; i < size; ++i) {
     T slope;
-    weights[i] = base[i] * remainder(scale * tile.products[i], slope);
-    if constexpr (slopes) other[i] = base[i] * scale * slope;
+    const T factor = share / (tile.left_power[i] + tile.angle_power[i]);
+    tile.weights[i] = factor * remainder(scale * tile.products[i], slope);
+    if constexpr (with_slopes) tile.slopes[i] = factor * scale * slope;
   }
 }
 
@@ -134,43 +137,34 @@ template <class V, bool backward, class Sizes, class T, class A>
 YOSO_INLINE void add_tile(Sizes sizes, RemainderRows<T>& queries, const int32_t* query_order, int64_t nq,
                           RemainderRows<T>& keys, const int32_t* key_order, int64_t nk,
                           const RemainderNumbers<T>& numbers, int64_t tau, T scale, T share, Tile<T>& tile, A& ahead) {
-  constexpr int64_t L = kLanes<V>;
   const auto D = sizes.columns, Dv = sizes.value_columns;
   const PickedRows<T> query{queries.rows.data(), queries.stride, query_order};
   const PickedRows<T> key{keys.rows.data(), keys.stride, key_order};
   const auto after = [](PickedRows<T> rows, int64_t columns) YOSO_INLINE_LAMBDA {
     return PickedRows<T>{rows.data + columns, rows.stride, rows.picked};
   };
-  const int64_t stride = padded(nk), size = (nq * stride + kBucketRows - 1) / kBucketRows * kBucketRows;
+  // of a tile's numbers; rows shorter than a vector share one
+  const int64_t stride = nk <= 4 ? 4 : nk <= 8 ? 8 : padded(nk), size = padded(nq * stride);
   outlined<V>([&](auto) YOSO_INLINE_LAMBDA {
     dot_products<V>(nq, nk, D, query, key, tile.products, stride, ahead);
   });
-  for (int64_t k = 0; k < stride; ++k) {
-    const bool exists = k < nk;
-    tile.inverse[k] = exists ? keys.inverse[key_order[k]] : 0;
-    tile.key_weight[k] = exists ? numbers.key_weight[key_order[k]] : 0;
+  for (int64_t k = 0; k < nk; ++k) {
+    tile.inverse[k] = keys.inverse[key_order[k]];
+    tile.key_weight[k] = numbers.key_weight[key_order[k]];
   }
   for (int64_t q = 0; q < nq; ++q) {
-    T* products = tile.products + q * stride;
+    const T* products = tile.products + q * stride;
     const T inverse = queries.inverse[query_order[q]];
-    for (int64_t k = 0; k < stride; k += L) {
-      // what no pair wrote may be anything
-      const V product = load<V>(tile.inverse + k) != 0 ? load<V>(products + k) : V{};
-      store<V>(products + k, product);
-      store<V>(tile.weights + q * stride + k, product * inverse * load<V>(tile.inverse + k));
-    }
+    for (int64_t k = 0; k < stride; ++k) tile.weights[q * stride + k] = products[k] * inverse * tile.inverse[k];
   }
   for (int64_t i = nq * stride; i < size; ++i) tile.products[i] = tile.weights[i] = 0;
   weigh<backward>(tile, size, tau, scale, share);
   if constexpr (!backward) {
     for (int64_t q = 0; q < nq; ++q) {
-      V sum = {};
-      for (int64_t k = 0; k < stride; k += L) {
-        const V weight = load<V>(tile.weights + q * stride + k) * load<V>(tile.key_weight + k);
-        store<V>(tile.weights + q * stride + k, weight);
-        sum += weight;
-      }
-      numbers.total[query_order[q]] += sum_of_lanes(sum);
+      T* weights = tile.weights + q * stride;
+      T sum = 0;
+      for (int64_t k = 0; k < nk; ++k) sum += weights[k] *= tile.key_weight[k];
+      numbers.total[query_order[q]] += sum;
     }
     const AllRows<const T> weights{tile.weights, stride};
     outlined<V>([&](auto) YOSO_INLINE_LAMBDA {
@@ -181,20 +175,23 @@ YOSO_INLINE void add_tile(Sizes sizes, RemainderRows<T>& queries, const int32_t*
     outlined<V>([&](auto) YOSO_INLINE_LAMBDA {
       dot_products<V>(nq, nk, Dv, after(query, D), after(key, D), tile.products, stride, ahead);
     });
-    alignas(64) T grad_weight[kBucketRows] = {};
     for (int64_t q = 0; q < nq; ++q) {
       const T grad_total = numbers.grad_total[query_order[q]];
-      for (int64_t k = 0; k < stride; k += L) {
-        const int64_t i = q * stride + k;
-        const V product = load<V>(tile.products + i) + grad_total, weight = load<V>(tile.weights + i);
-        const V key_weight = load<V>(tile.key_weight + k);
-        store<V>(grad_weight + k, load<V>(grad_weight + k) + weight * product);
-        store<V>(tile.weights + i, weight * key_weight);
-        store<V>(tile.slope + i, load<V>(tile.slope + i) * product * key_weight);
+      T *products = tile.products + q * stride, *weights = tile.weights + q * stride;
+      T* slopes = tile.slopes + q * stride;
+      for (int64_t k = 0; k < stride; ++k) {
+        const T product = products[k] + grad_total;
+        products[k] = weights[k] * product;
+        weights[k] *= tile.key_weight[k];
+        slopes[k] *= product * tile.key_weight[k];
       }
     }
-    for (int64_t k = 0; k < nk; ++k) numbers.grad_weight[key_order[k]] += grad_weight[k];
-    const T *slope = tile.slope, *weights = tile.weights;
+    for (int64_t k = 0; k < nk; ++k) {
+      T sum = 0;
+      for (int64_t q = 0; q < nq; ++q) sum += tile.products[q * stride + k];
+      numbers.grad_weight[key_order[k]] += sum;
+    }
+    const T *slope = tile.slopes, *weights = tile.weights;
     outlined<V>([&](auto) YOSO_INLINE_LAMBDA {
       multiply<V>(nq, D, nk, AllRows<const T>{slope, stride}, 1, key, after(query, D + Dv), ahead);
     });
