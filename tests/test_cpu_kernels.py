@@ -114,6 +114,7 @@ def test_same_bits_whatever_the_number_of_threads(dtype, heads, data):
             *inputs.sampled(ops, dtype),
             *inputs.expectation(ops, dtype),
             *inputs.softmax_like(ops, dtype),
+            *inputs.remainder(ops, dtype),
         ]
     )
 
@@ -127,7 +128,9 @@ def test_same_bits_of_near_pairs_whatever_the_number_of_threads(heads, dtype):
 
 def test_same_bits_where_the_number_of_threads_decides_what_fits_the_cache():
     inputs = Inputs("random", (1, 4, 15000, 14000, 64, 64, 2, 11), torch.float32)
-    assert_same_bits_on_any_number_of_threads(lambda: inputs.sampled(ops, torch.float32))
+    assert_same_bits_on_any_number_of_threads(
+        lambda: [*inputs.sampled(ops, torch.float32), *inputs.remainder(ops, torch.float32)]
+    )
 
 
 def one_head_calls():
@@ -137,6 +140,7 @@ def one_head_calls():
     hadamard, gaussian = sampled.functions
     buckets = (sampled.query, sampled.key, sampled.value, *sampled.codes, 9)
     near = (*buckets, 64)
+    remainder = (*buckets[:3], torch.ones(1, 1, 32768), *buckets[3:], 0.125)
     rows = (exact.query, exact.key, exact.value, 9)
     unit, inverse_length = ops.sampled_attention(*buckets, False, True)
     softmax_like = ops.softmax_like_attention(*rows[:3], None, 0.125)
@@ -150,6 +154,10 @@ def one_head_calls():
         "softmax_like_attention": lambda: ops.softmax_like_attention(*rows[:3], None, 0.125),
         "softmax_like_attention_backward": lambda: ops.softmax_like_attention_backward(
             exact.grad, *softmax_like, *rows[:3], None, 0.125
+        ),
+        "sampled_remainder": lambda: ops.sampled_remainder(*remainder),
+        "sampled_remainder_backward": lambda: ops.sampled_remainder_backward(
+            sampled.grad, sampled.grad.sum(-1), *remainder
         ),
         "local_attention": lambda: ops.local_attention(*near),
         "local_attention_backward": lambda: ops.local_attention_backward(sampled.grad, *near),

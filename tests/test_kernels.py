@@ -88,6 +88,18 @@ class Inputs:
             results += [out, total, *namespace.softmax_like_attention_backward(grad, out, total, *arguments)]
         return results
 
+    def remainder(self, namespace, dtype):
+        """What the operators of the sampled remainder give, forward and backward."""
+        query, key, value = (x.to(dtype) for x in (self.query, self.key, self.value))
+        wide = torch.promote_types(dtype, torch.float32)
+        key_weight = torch.linspace(0, 1, key.shape[2], dtype=wide).expand(key.shape[:3]).contiguous()
+        grad, grad_total = self.grad.to(wide), self.grad.to(wide).sum(-1)
+        arguments = (query, key, value, key_weight, *self.codes, self.tau, query.shape[3] ** -0.5)
+        return [
+            *namespace.sampled_remainder(*arguments),
+            *namespace.sampled_remainder_backward(grad, grad_total, *arguments),
+        ]
+
 
 def assert_as_accurate_as_pytorch(outputs, dtype):
     """The error against float64 is at most twice that of plain PyTorch in the same dtype.
@@ -192,6 +204,30 @@ def test_softmax_like_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
     # so that keys weigh differently
     inputs.query += 0.5 * torch.ones(shape[4]).to(dtype)
     assert_as_accurate_as_pytorch(inputs.softmax_like, dtype)
+
+
+# the last three: buckets of several parts, with two of queries; a single bucket; products that are cut
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SPREAD, (1, 2, 150, 333, 64, 64, 3, 2), (1, 1, 65, 129, 32, 32, 2, 1)])
+@pytest.mark.parametrize("data", ["random", "equal", "clusters", "mixed", "long"])
+def test_remainder_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
+    inputs = Inputs("random" if data == "long" else data, shape, dtype)
+    if data == "long":
+        inputs.query *= 8
+        inputs.key *= 8
+    assert_as_accurate_as_pytorch(inputs.remainder, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_remainder_of_rows_of_length_zero_is_zero(dtype):
+    inputs = Inputs("random", (1, 2, 90, 100, 64, 64, 3, 3), dtype)
+    inputs.query[:, :, ::2] = inputs.key[:, :, ::3] = 0
+    assert_as_accurate_as_pytorch(inputs.remainder, dtype)
+    out, total, grad_query, grad_key, grad_value, grad_weight = inputs.remainder(ops, dtype)
+    for x in (out, total, grad_query):
+        assert (x[:, :, ::2] == 0).all()
+    for x in (grad_key, grad_value, grad_weight):
+        assert (x[:, :, ::3] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

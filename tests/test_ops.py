@@ -238,6 +238,7 @@ def operator_calls():
     # keys and values of the queries' positions
     near = [inputs[0], *(x.detach()[:, :, :9].requires_grad_() for x in inputs[1:])]
     near_codes = codes[0], codes[1][..., :9].contiguous()
+    key_weight = torch.rand(2, 2, 11)
     return {
         "hash_hadamard": [(plain[1], functions.parameters, mask, 4, 5)],
         "hash_gaussian": [(plain[0], gaussian.parameters, None, 4, 5)],
@@ -249,6 +250,8 @@ def operator_calls():
         "softmax_like_attention_backward": [
             (grad, *(x.detach() for x in ops.softmax_like_attention(*plain, mask, 0.5)), *plain, mask, 0.5)
         ],
+        "sampled_remainder": [(*inputs, key_weight.clone().requires_grad_(), *codes, 5, 0.5)],
+        "sampled_remainder_backward": [(grad, grad.sum(-1), *plain, key_weight, *codes, 5, 0.5)],
         "local_attention": [(*near, *near_codes, 5, 3)],
         "local_attention_backward": [(grad, *(x.detach() for x in near), *near_codes, 5, 3)],
         "unit_rows_backward": [(grad, *normalized(grad))],
@@ -282,6 +285,72 @@ def test_softmax_like_backward_passes_gradcheck(num_queries, with_mask):
     assert torch.autograd.gradcheck(
         lambda *x: ops.softmax_like_attention(*x, mask if with_mask else None, 0.5)[0], inputs
     )
+
+
+@pytest.mark.parametrize("namespace", [ops, reference], ids=["ops", "reference"])
+def test_remainder_of_a_single_bucket_is_exact(namespace):
+    """Codes of one bit: every pair shares the bucket, with probability 1."""
+    query, key, value, _, _, _, _ = make((2, 2, 70, 7, 4, 3, 1, 1), torch.float64)
+    functions = HashFunctions.sample(2, 4, 3, 1)
+    codes = functions.codes(query), functions.codes(key)
+    key_weight = torch.rand(2, 2, 7, dtype=torch.float64)
+    out, total = namespace.sampled_remainder(query, key, value, key_weight, *codes, 1, 0.5)
+    exponent = 0.5 * query @ key.mT
+    weights = (exponent.exp() - 1 - exponent) * key_weight[:, :, None]
+    torch.testing.assert_close(out, weights @ value)
+    torch.testing.assert_close(total, weights.sum(-1))
+
+
+def test_remainder_backward_passes_gradcheck():
+    query, key, value, _, _, _, _ = make((2, 2, 5, 7, 4, 3, 1, 1), torch.float64)
+    functions = HashFunctions.sample(2, 4, 3, 1)
+    codes = functions.codes(query), functions.codes(key)
+    key_weight = torch.rand(2, 2, 7, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (query, key, value, key_weight)]
+    assert torch.autograd.gradcheck(lambda *x: ops.sampled_remainder(*x, *codes, 1, 0.5), inputs)
+
+
+# the second: buckets of several parts, of which a query meets one
+@pytest.mark.parametrize("num_keys", [40, 400])
+def test_remainder_and_its_gradient_have_the_exact_ones_as_their_mean(num_keys):
+    query, key, value, grad, _, _, _ = make((1, 3, 30, num_keys, 6, 4, 1, 1), torch.float64)
+    key_weight = torch.rand(1, 3, num_keys, dtype=torch.float64)
+    grad_total = torch.randn(1, 3, 30, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (query, key, value, key_weight)]
+    exponent = 0.3 * query @ key.mT
+    weights = (exponent.exp() - 1 - exponent) * key_weight[:, :, None]
+    exact = (weights @ value, weights.sum(-1))
+    exact = [*exact, *torch.autograd.grad(exact, inputs, (grad, grad_total))]
+    directions = [torch.randn_like(x) for x in exact]
+    draws, rows = [], [x.detach() for x in inputs]
+    for _ in range(400):
+        functions = HashFunctions.sample(3, 6, 4, 3)
+        arguments = (*rows, functions.codes(rows[0]), functions.codes(rows[1]), 3, 0.3)
+        results = *ops.sampled_remainder(*arguments), *ops.sampled_remainder_backward(grad, grad_total, *arguments)
+        draws.append(torch.stack([(x * y).flatten(2).sum(-1) for x, y in zip(results, directions, strict=True)]))
+    draws = torch.stack(draws)
+    expected = torch.stack([(x * y).flatten(2).sum(-1) for x, y in zip(exact, directions, strict=True)])
+    assert ((draws.mean(0) - expected).abs() < 4 * draws.std(0) / 20).all()
+
+
+@pytest.mark.parametrize("namespace", [ops, reference], ids=["ops", "reference"])
+def test_a_query_meets_a_part_of_a_crowded_bucket_only(namespace):
+    """So that the time is linear: of 1000 keys in a bucket at most 64 for each hash function, each for 16."""
+    query, key = (torch.ones(1, 1, n, 4, dtype=torch.float64) for n in (200, 1000))
+    value = torch.eye(1000, dtype=torch.float64)[None, None]
+    codes = [torch.full((1, 1, 5, n), 3, dtype=torch.int16) for n in (200, 1000)]
+    key_weight = torch.ones(1, 1, 1000, dtype=torch.float64)
+    out, total = namespace.sampled_remainder(query, key, value, key_weight, *codes, 4, 0.5)
+    remainder = torch.e**2 - 3
+    times = out[0, 0] * 5 / (16 * remainder)
+    torch.testing.assert_close(times, times.round())
+    assert ((times > 0).sum(-1) > 64).all()
+    assert (times.sum(-1) <= 5 * 64).all()
+    # queries of the same 64 meet the same keys, others meet others, and every part is as good as another
+    for first in range(0, 200, 64):
+        assert (times[first] == times[first : first + 64]).all()
+    assert not torch.equal(times[0], times[64])
+    torch.testing.assert_close(total, total.new_full((1, 1, 200), 1000 * remainder), rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize("unit", [False, True])
@@ -344,6 +413,10 @@ def test_same_bits_whatever_the_number_of_threads():
             *ops.expectation_attention_backward(grad, query, key, value, 6, True),
             *(softmax_like := ops.softmax_like_attention(query, key, value, None, 0.1)),
             *ops.softmax_like_attention_backward(grad, *softmax_like, query, key, value, None, 0.1),
+            *ops.sampled_remainder(query, key, value, torch.ones(1, 1, 900), *codes, 6, 0.1),
+            *ops.sampled_remainder_backward(
+                grad, grad[..., 0].contiguous(), query, key, value, torch.ones(1, 1, 900), *codes, 6, 0.1
+            ),
             ops.unit_rows_backward(grad, *normalized(query)),
         ]
 
@@ -385,6 +458,15 @@ def test_views_and_expanded_gradients_give_what_copies_give():
             for x in (view, view.contiguous())
         )
         assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+        one = torch.ones(2, 2, 50)
+        got, expected = (
+            [
+                *ops.sampled_remainder(x, key, value, one, *codes, 3, 0.2),
+                *ops.sampled_remainder_backward(grad, grad[..., 0].contiguous(), x, key, value, one, *codes, 3, 0.2),
+            ]
+            for x in (view, view.contiguous())
+        )
+        assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
     expanded = torch.ones(1).expand(2, 2, 40, 20)
     got = ops.sampled_attention_backward(expanded, query, key, value, *codes, 3)
     expected = ops.sampled_attention_backward(expanded.contiguous(), query, key, value, *codes, 3)
@@ -400,6 +482,10 @@ def test_empty_tensors(sizes, unit, implementation):
     softmax_like = namespace.softmax_like_attention(query, key, value, mask, 0.5)
     assert torch.equal(softmax_like[0], torch.zeros(*sizes[:3], 6))
     assert torch.equal(softmax_like[1], torch.zeros(sizes[:3]))
+    key_weight = torch.ones(*sizes[:2], sizes[3])
+    out, total = namespace.sampled_remainder(query, key, value, key_weight, *codes, 5, 0.5)
+    assert torch.equal(out, torch.zeros(*sizes[:3], 6))
+    assert torch.equal(total, torch.zeros(sizes[:3]))
     for out, inverse_length in (
         namespace.sampled_attention(query, key, value, *codes, 5, False, unit),
         namespace.expectation_attention(query, key, value, 5, False, unit),
@@ -410,6 +496,7 @@ def test_empty_tensors(sizes, unit, implementation):
         namespace.sampled_attention_backward(grad, query, key, value, *codes, 5),
         namespace.expectation_attention_backward(grad, query, key, value, 5, False),
         namespace.softmax_like_attention_backward(grad, *softmax_like, query, key, value, mask, 0.5),
+        namespace.sampled_remainder_backward(grad, grad.sum(-1), query, key, value, key_weight, *codes, 5, 0.5)[:3],
     ):
         for gradient, x in zip(gradients, (query, key, value), strict=False):
             assert torch.equal(gradient, torch.zeros_like(x))
@@ -443,6 +530,9 @@ def test_kernels_refuse_what_would_read_past_a_buffer():
     def softmax_like_backward(grad=grad, out=grad, total=torch.ones(2, 2, 9)):  # noqa: B008
         return ops.softmax_like_attention_backward(grad, out, total, query, key, value, None, 0.5)
 
+    def remainder(value=value, key_weight=torch.ones(2, 2, 11), codes=codes, scale=0.5):  # noqa: B008
+        return ops.sampled_remainder(query, key, value, key_weight, *codes, 5, scale)
+
     bad_calls = [
         lambda: ops.sampled_attention(query, key, value[:, :, :-1], *codes, 5, False, False),
         lambda: ops.sampled_attention(query, key, value, codes[0][:, :1], codes[1], 5, False, False),
@@ -458,6 +548,17 @@ def test_kernels_refuse_what_would_read_past_a_buffer():
         lambda: softmax_like_backward(grad[:, :, :-1]),
         lambda: softmax_like_backward(out=grad[..., :-1]),
         lambda: softmax_like_backward(total=torch.ones(2, 2, 8)),
+        lambda: remainder(value=value[:, :, :-1]),
+        lambda: remainder(key_weight=torch.ones(2, 2, 12)),
+        lambda: remainder(key_weight=torch.ones(2, 2, 11, dtype=torch.float64)),
+        lambda: remainder(codes=(codes[0][:, :1], codes[1])),
+        lambda: remainder(scale=0.0),
+        lambda: ops.sampled_remainder_backward(
+            grad[:, :, :-1], grad.sum(-1), query, key, value, torch.ones(2, 2, 11), *codes, 5, 0.5
+        ),
+        lambda: ops.sampled_remainder_backward(
+            grad, grad.sum(-1)[:, :1], query, key, value, torch.ones(2, 2, 11), *codes, 5, 0.5
+        ),
         lambda: ops.unit_rows_backward(grad[..., :-1], grad, torch.ones(2, 2, 9)),
         lambda: ops.unit_rows_backward(grad, grad, torch.ones(2, 2, 8)),
         lambda: ops.hash_hadamard(query, functions.parameters[:, :-1].contiguous(), None, 4, 5),
@@ -479,6 +580,7 @@ def test_codes_outside_the_table_belong_to_no_bucket(code):
     for op, arguments in (
         (ops.sampled_attention, lambda c: (query, key, value, codes[0], c, 5, False, True)),
         (ops.sampled_attention_backward, lambda c: (grad, query, key, value, codes[0], c, 5)),
+        (ops.sampled_remainder, lambda c: (query, key, value, torch.ones(1, 1, 11), codes[0], c, 5, 0.5)),
     ):
         pairs = zip(op(*arguments(masked)), op(*arguments(outside)), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
