@@ -2,9 +2,9 @@
 
     # what the model becomes, and how far its outputs moved on your own text
     python scripts/convert_checkpoint.py --model_name_or_path FacebookAI/roberta-base --max_position_embeddings 4096 \\
-        --fit_file 'fit/*.jsonl' --text_file 'documents/*.jsonl' --output_dir runs/roberta-4096
+        --text_file 'documents/*.jsonl' --output_dir runs/roberta-4096
 
-    # then further pretraining at the new length, which gets used to the other attention
+    # then further pretraining at the new length, which gets used to it and to the noise of samples
     python scripts/run_mlm.py --model_name_or_path runs/roberta-4096 --train_file 'documents/*.jsonl' \\
         --block_size 4096 --do_train --do_eval --max_steps 1000 --learning_rate 5e-5 --output_dir runs/continued
 
@@ -43,13 +43,14 @@ class ConversionArguments:
         default="tile",
         metadata={"help": "repeat the positions, or stretch them", "choices": list(POSITION_METHODS)},
     )
-    hash_code_len: int | None = field(
-        default=None, metadata={"help": "tau; default: 10, or 24 with use_expectation true; a YOSO model's own"}
-    )
+    hash_code_len: int | None = field(default=None, metadata={"help": "tau; default: 13, a YOSO model's own"})
     num_hash: int | None = field(default=None, metadata={"help": "m; default: 64, a YOSO model's own"})
     local_window: int | None = field(
         default=None,
-        metadata={"help": "tokens on either side whose weight is never sampled; default: 128, a YOSO model's own"},
+        metadata={
+            "help": "tokens on either side whose weight is never sampled, for similarity cosine; "
+            "default: 0, a YOSO model's own"
+        },
     )
     use_expectation: str | None = field(
         default=None,
@@ -62,23 +63,19 @@ class ConversionArguments:
         default=None,
         metadata={"help": "txt, json, jsonl or parquet files, or globs, with texts to compare the outputs on"},
     )
-    fit_file: list[str] | None = field(
-        default=None, metadata={"help": "the same, with texts to fit each head's hash_code_len on"}
-    )
     text_column: str = field(default="text", metadata={"help": "the column that holds the text"})
     document: str = field(
         default="paragraph",
         metadata={"help": "what a text is in txt files", "choices": ["line", "paragraph", "file"]},
     )
-    max_texts: int = field(default=32, metadata={"help": "read the first so many texts of each"})
+    max_texts: int = field(default=32, metadata={"help": "read the first so many texts"})
     overwrite: bool = field(default=False, metadata={"help": "replace a checkpoint in output_dir"})
 
 
-def read_texts(args: ConversionArguments, argument: str) -> list[str] | None:
-    patterns = getattr(args, argument)
-    if not patterns:
+def read_texts(args: ConversionArguments) -> list[str] | None:
+    if not args.text_file:
         return None
-    files, source = find_files(patterns, f"--{argument}"), f"--{argument} {' '.join(patterns)}"
+    files, source = find_files(args.text_file, "--text_file"), f"--text_file {' '.join(args.text_file)}"
     rows = select_text(read_files(files, source, document=args.document, streaming=True), args.text_column, source)
     texts = (text for text in iterate_texts(rows, source) if text and text.strip())
     chosen = list(itertools.islice(texts, args.max_texts))
@@ -103,8 +100,7 @@ def main(argv: list[str] | None = None) -> None:
         local_window=args.local_window,
         use_expectation={"true": True, "false": False}.get(args.use_expectation, args.use_expectation),
         tokenizer_name=args.tokenizer_name,
-        texts=read_texts(args, "text_file"),
-        fit_texts=read_texts(args, "fit_file"),
+        texts=read_texts(args),
         overwrite=args.overwrite,
     )
     print(report)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForMaskedLM,
@@ -25,9 +26,9 @@ from transformers import (
 
 import yoso_hf
 from yoso_hf import YosoConfig, YosoForMaskedLM
+from yoso_hf import attention as attention_module
 from yoso_hf.conversion import convert_checkpoint, lengthen_positions
 from yoso_hf.data import train_tokenizer
-from yoso_hf.fitting import fit_hash_code_len
 from yoso_hf.mlm import Masking
 
 ROOT = Path(__file__).parents[1]
@@ -342,7 +343,7 @@ def test_settings_are_carried_over(tokenizers, tmp_path):
     config = YosoConfig.from_pretrained(tmp_path / "default")
     assert (config.normalization, config.similarity) == ("sum", "softmax")
     settings = (config.hash_code_len, config.num_hash, config.local_window, config.use_expectation)
-    assert settings == (13, 64, 128, "auto")
+    assert settings == (13, 64, 0, "auto")
 
 
 REFUSED = {
@@ -473,63 +474,22 @@ def test_comparison(kind, tokenizers, tmp_path):
     assert f"loss {found.original_loss:.3f} -> {found.converted_loss:.3f}" in str(report)
 
 
-@pytest.mark.parametrize(
-    ("length", "options", "fitted_with"),
-    [
-        (POSITIONS, {}, False),
-        (POSITIONS, {"use_expectation": False}, False),
-        (100, {"num_hash": 8, "local_window": 5}, False),
-    ],
-)
-@pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
-def test_fitted_hash_code_len(kind, length, options, fitted_with, tokenizers, tmp_path):
-    """The numbers are those of fit_hash_code_len for the attention of samples, which "auto" takes for long texts."""
-    tokenizer = tokenizers[kind]
-    source = save(make_model(kind, "ForMaskedLM", tokenizer, uniform=False), tokenizer, tmp_path / "original")
-    options = {"max_position_embeddings": length, "texts": TEXTS[3:], **options}
-    plain = convert_checkpoint(source, tmp_path / "plain", **options)
-    report = convert_checkpoint(source, tmp_path / "fitted", fit_texts=TEXTS[:3], **options)
-
-    model = AutoModelForMaskedLM.from_pretrained(source)
-    before, after = (YosoConfig.from_pretrained(tmp_path / name) for name in ("plain", "fitted"))
-    model.config.yoso_normalization, model.config.yoso_similarity = "sum", before.similarity
-    model.config.yoso_num_hash, model.config.yoso_use_expectation = before.num_hash, fitted_with
-    model.config.yoso_local_window = before.local_window
-    assert before.local_window == options.get("local_window", 128)
-    batches = [tokenizer(text, truncation=True, max_length=POSITIONS, return_tensors="pt") for text in TEXTS[:3]]
-    assert after.hash_code_len == fit_hash_code_len(model, batches).hash_code_len
-    changed = before.to_diff_dict().keys() ^ after.to_diff_dict().keys()
-    assert not changed and before.use_expectation == after.use_expectation
-    assert any(note.startswith("hash_code_len is fitted") for note in report.notes)
-    assert report.comparison.original_loss == plain.comparison.original_loss
-
-
-@pytest.mark.parametrize("task", ["ForMultipleChoice", "ForSequenceClassification"])
-def test_fitting_leaves_the_head_out(task, tokenizers, tmp_path):
-    """That of multiple choice takes several texts at once."""
-    tokenizer = tokenizers["bert"]
-    original = make_model("bert", task, tokenizer, uniform=False)
-    save(original, tokenizer, tmp_path / "original")
-    convert_checkpoint(tmp_path / "original", tmp_path / "yoso", fit_texts=TEXTS[:2])
-    original.config.update({"yoso_num_hash": 64, "yoso_local_window": 128})
-    batches = [tokenizer(text, truncation=True, max_length=POSITIONS, return_tensors="pt") for text in TEXTS[:2]]
-    expected = fit_hash_code_len(original.base_model, batches).hash_code_len
-    assert YosoConfig.from_pretrained(tmp_path / "yoso").hash_code_len == expected
-
-
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
 @pytest.mark.parametrize("similarity", ["cosine", "softmax"])
-def test_a_model_that_has_yoso_attention_already(kind, similarity, tokenizers, tmp_path):
+def test_a_model_that_has_yoso_attention_already(kind, similarity, tokenizers, tmp_path, monkeypatch):
     """Trained with attn_implementation="yoso": the same attention, hash functions and all, and so the same outputs."""
+    # so that texts as short as these have samples
+    monkeypatch.setattr(attention_module, "NUM_HEAVY_KEYS", 3)
     tokenizer = tokenizers[kind]
     attention = {
         "yoso_use_expectation": False,
         "yoso_num_hash": 8,
-        "yoso_hash_code_len": [[3, 4, 5, 6], [6, 5, 4, 3]],
+        "yoso_hash_code_len": 5,
         "yoso_similarity": similarity,
         "yoso_hash_seed": 7,
-        "yoso_backward": "expectation",
     }
+    if similarity == "cosine":
+        attention |= {"yoso_hash_code_len": [[3, 4, 5, 6], [6, 5, 4, 3]], "yoso_backward": "expectation"}
     original = make_model(kind, "ForMaskedLM", tokenizer, uniform=False, **attention)
     save(original, tokenizer, tmp_path / "original")
     length = 2 * POSITIONS
@@ -538,7 +498,7 @@ def test_a_model_that_has_yoso_attention_already(kind, similarity, tokenizers, t
     original.set_attn_implementation("yoso")
     converted = load(tmp_path / "yoso")
     check_same_outputs(original, converted, make_inputs(original, tokenizer))
-    assert converted.config.lsh_backward is False
+    assert converted.config.lsh_backward is (similarity == "softmax")
     assert not report.notes
 
 
@@ -552,18 +512,27 @@ def test_an_exact_gradient_becomes_the_lower_bound_and_is_noted(tokenizers, tmp_
     assert report.notes == ["the gradient of query and key becomes the lower bound's, yoso_backward was 'exact'"]
 
 
-def test_fitting_is_for_softmax_models(tokenizers, tmp_path):
+def test_options_replace_the_attention_of_a_yoso_model(tokenizers, tmp_path):
+    """That of cosine similarity takes them all."""
     tokenizer = tokenizers["roberta"]
     config = YosoConfig(**SIZES, vocab_size=len(tokenizer), max_position_embeddings=POSITIONS)
     source = save(YosoForMaskedLM(config), tokenizer, tmp_path / "original")
-    with pytest.raises(ValueError, match="fit_texts need a softmax model of transformers, got YosoForMaskedLM"):
-        convert_checkpoint(source, tmp_path / "yoso", fit_texts=TEXTS)
-    with pytest.raises(ValueError, match="fit_texts choose hash_code_len"):
-        convert_checkpoint(source, tmp_path / "yoso", fit_texts=TEXTS, hash_code_len=5)
-    softmax = save(make_model("roberta", "ForMaskedLM", tokenizer), tokenizer, tmp_path / "softmax")
-    with pytest.raises(ValueError, match="nothing to fit"):
-        convert_checkpoint(softmax, tmp_path / "yoso", fit_texts=TEXTS, use_expectation=True)
+    options = {"hash_code_len": 5, "num_hash": 8, "local_window": 3, "use_expectation": False}
+    convert_checkpoint(source, tmp_path / "yoso", **options)
+    expected = YosoConfig.from_pretrained(source)
+    expected.update(options)
+    assert load(tmp_path / "yoso").config.to_diff_dict() == expected.to_diff_dict()
+
+
+@pytest.mark.parametrize("use_expectation", [None, "auto", False])
+def test_samples_of_a_softmax_model_have_no_window(use_expectation, tokenizers, tmp_path):
+    tokenizer = tokenizers["bert"]
+    source = save(make_model("bert", "ForMaskedLM", tokenizer), tokenizer, tmp_path / "original")
+    with pytest.raises(StrictDataclassError, match='similarity="softmax" .* needs one hash_code_len, local_window=0'):
+        convert_checkpoint(source, tmp_path / "yoso", local_window=3, use_expectation=use_expectation)
     assert not (tmp_path / "yoso").exists()
+    convert_checkpoint(source, tmp_path / "yoso", local_window=3, use_expectation=True)
+    assert load(tmp_path / "yoso").config.local_window == 3
 
 
 def test_a_yoso_checkpoint_becomes_longer(tokenizers, tmp_path):
@@ -815,10 +784,9 @@ def test_refused_arguments(tokenizers, tmp_path, monkeypatch):
         convert_checkpoint(source, tmp_path / "yoso", max_position_embeddings=0)
     with pytest.raises(ValueError, match="position_method must be one of"):
         convert_checkpoint(source, tmp_path / "yoso", position_method="stretch")
-    for name in ("texts", "fit_texts"):
-        for given in ([], "one text"):
-            with pytest.raises(ValueError, match=f"^{name} must be None or a sequence of at least one text, got"):
-                convert_checkpoint(source, tmp_path / "yoso", **{name: given})
+    for given in ([], "one text"):
+        with pytest.raises(ValueError, match="^texts must be None or a sequence of at least one text, got"):
+            convert_checkpoint(source, tmp_path / "yoso", texts=given)
     assert {path.name: path.read_bytes() for path in source.iterdir()} == kept
     assert not (tmp_path / "yoso").exists()
 
@@ -830,10 +798,9 @@ def commands(tokenizers, tmp_path, monkeypatch):
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     tokenizer = tokenizers["roberta"]
     save(make_model("roberta", "ForMaskedLM", tokenizer), tokenizer, tmp_path / "FacebookAI" / "roberta-base")
-    for name in ("documents", "fit", "other"):
-        (tmp_path / name).mkdir()
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 2)
-        (tmp_path / name / "topics.jsonl").write_text(lines)
+    (tmp_path / "documents").mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 2)
+    (tmp_path / "documents" / "topics.jsonl").write_text(lines)
     weights, _, _ = authors_weights(layers=1, offset=2, style="code", conv=False)
     words = "model.embeddings.word_embeddings.weight"
     weights[words] = weights["mlm.mlm_class.weight"] = torch.randn(300, 32)
@@ -897,7 +864,6 @@ def script():
     return module
 
 
-@pytest.mark.parametrize("argument", ["text_file", "fit_file"])
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -907,10 +873,10 @@ def script():
         ("cut.jsonl", b'{"te', "cannot be read: .*JSON"),
     ],
 )
-def test_files_without_usable_texts_are_refused(script, tmp_path, argument, name, content, message):
+def test_files_without_usable_texts_are_refused(script, tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    values = ["--model_name_or_path=none", f"--output_dir={tmp_path / 'yoso'}", f"--{argument}={tmp_path / name}"]
-    with pytest.raises(ValueError, match=f"^--{argument} {tmp_path / name} {message}"):
+    values = ["--model_name_or_path=none", f"--output_dir={tmp_path / 'yoso'}", f"--text_file={tmp_path / name}"]
+    with pytest.raises(ValueError, match=f"^--text_file {tmp_path / name} {message}"):
         script.main(values)
     assert not (tmp_path / "yoso").exists()
 
@@ -926,11 +892,10 @@ def test_commands_of_the_script(script, commands, capsys):
     assert load(commands / "runs" / "yoso-8192").config.max_position_embeddings == 100
     with pytest.raises(ValueError, match="is not empty"):
         script.main(small(lines[0])[1:])
-    fitted = YosoConfig.from_pretrained(commands / "runs" / "roberta-4096").hash_code_len
-    assert [len(by_head) for by_head in fitted] == [4, 4]
-    command = lines[0].replace("--fit_file 'fit/*.jsonl'", "--hash_code_len 7 --num_hash 9 --use_expectation true")
-    script.main(small(f"{command} --max_texts 2 --overwrite")[1:])
+    options = "--hash_code_len 7 --num_hash 9 --local_window 5 --use_expectation true"
+    script.main(small(f"{lines[0]} {options} --max_texts 2 --overwrite")[1:])
     config = YosoConfig.from_pretrained(commands / "runs" / "roberta-4096")
-    assert (config.hash_code_len, config.num_hash, config.use_expectation) == (7, 9, True)
+    settings = (config.hash_code_len, config.num_hash, config.local_window, config.use_expectation)
+    assert settings == (7, 9, 5, True)
     report = json.loads((commands / "runs" / "roberta-4096" / "conversion.json").read_text())
     assert report["comparison"]["num_texts"] == 2

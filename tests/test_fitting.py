@@ -3,11 +3,17 @@ import copy
 import pytest
 import torch
 import transformers
-from test_attention_interface import VOCAB_SIZE, build, padded, tokens
+from test_attention_interface import VOCAB_SIZE, padded, tokens
+from test_attention_interface import build as build_any
 
-from yoso_hf import attention, fitting, yoso_attention
+from yoso_hf import fitting, yoso_attention
 from yoso_hf.attention_interface import SETTINGS
 from yoso_hf.fitting import fit_hash_code_len
+
+
+def build(kind, attention, **changes):
+    """A model of cosine similarity, unless the changes name another."""
+    return build_any(kind, attention, **{"yoso_similarity": "cosine", **changes})
 
 
 def batches():
@@ -18,14 +24,9 @@ def batches():
 
 
 @pytest.mark.parametrize(("expectation", "highest"), [(True, 32), (False, 16)])
-@pytest.mark.parametrize("similarity", ["cosine", "softmax"])
-def test_every_head_gets_the_number_with_the_smallest_error(similarity, expectation, highest, monkeypatch):
+def test_every_head_gets_the_number_with_the_smallest_error(expectation, highest):
     """Against softmax and YOSO computed here, from the layers' own projections."""
-    if expectation and similarity == "softmax":
-        pytest.skip("nothing to fit")
-    monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", 3)
-    settings = {"yoso_similarity": similarity, "yoso_num_hash": 2000}
-    model = build("bert", "sdpa", yoso_use_expectation=expectation, **settings)
+    model = build("bert", "sdpa", yoso_use_expectation=expectation, yoso_num_hash=2000)
     squares, errors = torch.zeros(2, 4), torch.zeros(2, highest, 4)
     for batch in batches():
         states = model(**batch, output_hidden_states=True).hidden_states
@@ -42,7 +43,7 @@ def test_every_head_gets_the_number_with_the_smallest_error(similarity, expectat
             for number in range(1, highest + 1):
                 out = yoso_attention(
                     query, key, value, mask, hash_code_len=[number] * 4, num_hash=2000, expectation=expectation,
-                    normalization="sum", similarity=similarity,
+                    normalization="sum",
                 )  # fmt: skip
                 errors[index, number - 1] += ((out - softmax) * real).square().sum((0, 2, 3))
     fit = fit_hash_code_len(model, batches())
@@ -57,13 +58,12 @@ def test_every_head_gets_the_number_with_the_smallest_error(similarity, expectat
     assert len({number for layer in fit.hash_code_len for number in layer}) > 1
 
 
-@pytest.mark.parametrize("similarity", ["cosine", "softmax"])
-def test_a_fitted_model_is_closer_to_softmax(similarity):
+def test_a_fitted_model_is_closer_to_softmax():
     softmax = build("bert", "sdpa")
     expected = softmax(**batches()[0]).last_hidden_state
     real = batches()[0]["attention_mask"].bool()
-    # enough samples that the choice is by the kernel; where all 21 keys are heavy, there are none
-    settings = {"yoso_similarity": similarity, "yoso_use_expectation": False, "yoso_num_hash": 2000}
+    # enough samples that the choice is by the kernel
+    settings = {"yoso_use_expectation": False, "yoso_num_hash": 2000}
     softmax.config.update(settings)
     fit = fit_hash_code_len(softmax, batches())
     distance = {}
@@ -75,7 +75,6 @@ def test_a_fitted_model_is_closer_to_softmax(similarity):
 
 def test_noise_counts_for_a_quarter(monkeypatch):
     """It is that of four times the samples."""
-    monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", 3)
     fit = fit_hash_code_len(build("bert", "sdpa", yoso_num_hash=2), batches())
     monkeypatch.setattr(fitting, "SAMPLES_FACTOR", 1)
     two, eight = (fit_hash_code_len(build("bert", "sdpa", yoso_num_hash=number), batches()) for number in (2, 8))
@@ -162,18 +161,35 @@ def test_layers_with_a_window_keep_their_softmax():
 
 def test_a_model_that_is_always_exact_is_fitted_as_such():
     """By its attention's name as by the key, with numbers that hash codes have no room for."""
-    model = build("bert", "yoso_expectation", yoso_similarity="cosine")
+    model = build("bert", "yoso_expectation")
     fit = fit_hash_code_len(model, batches())
     assert model.config._attn_implementation == "yoso_expectation"
-    exact = build("bert", "sdpa", yoso_use_expectation=True, yoso_similarity="cosine")
+    exact = build("bert", "sdpa", yoso_use_expectation=True)
     assert fit == fit_hash_code_len(exact, batches())
-    assert fit.error != fit_hash_code_len(build("bert", "sdpa", yoso_similarity="cosine"), batches()).error
+    assert fit.error != fit_hash_code_len(build("bert", "sdpa"), batches()).error
 
 
 def test_what_auto_samples_is_what_is_fitted():
     """Though it computes texts as short as these exactly."""
     fits = [fit_hash_code_len(build("bert", "sdpa", yoso_use_expectation=use), batches()) for use in ("auto", False)]
     assert fits[0] == fits[1]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "yoso", "yoso_expectation"])
+@pytest.mark.parametrize("expectation", [True, False, "auto"])
+def test_with_softmax_there_is_nothing_to_fit(attention, expectation):
+    """The default, and the similarity where it is named: exact or sampled, the model stays as it was."""
+    models = (
+        build("bert", attention, yoso_similarity="softmax", yoso_use_expectation=expectation),
+        build_any("bert", attention, yoso_use_expectation=expectation),
+    )
+    for model in models:
+        before = copy.deepcopy(model.config.to_dict())
+        message = '^nothing to fit: with yoso_similarity "softmax", .* set yoso_similarity="cosine" to fit$'
+        with pytest.raises(ValueError, match=message):
+            fit_hash_code_len(model, batches())
+        assert model.config.to_dict() == before
+        assert model.config._attn_implementation == attention
 
 
 def test_what_cannot_be_fitted_is_refused():
@@ -183,8 +199,6 @@ def test_what_cannot_be_fitted_is_refused():
     for given, kind in ((batches()[0], "str"), ([tokens()], "Tensor")):
         with pytest.raises(ValueError, match=f"batches must be a list of a model's inputs.*holds a {kind}"):
             fit_hash_code_len(build("bert", "sdpa"), given)
-    with pytest.raises(ValueError, match="nothing to fit: .* hash_code_len has no effect"):
-        fit_hash_code_len(build("bert", "yoso_expectation"), batches())
     with pytest.raises(ValueError, match="DistilBertSelfAttention has no layer_idx"):
         fit_hash_code_len(build("distilbert", "sdpa"), batches())
     config = transformers.NystromformerConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_attention_heads=4)

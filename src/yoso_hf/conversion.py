@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
-    BatchEncoding,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -33,7 +32,6 @@ from transformers import (
 
 from .attention_interface import SETTINGS, read_settings
 from .configuration_yoso import YosoConfig
-from .fitting import fit_hash_code_len
 from .mlm import IGNORED, Masking
 from .modeling_yoso import (
     POSITION_OFFSET,
@@ -56,9 +54,8 @@ def _of_yoso_config(settings: dict[str, Any]) -> dict[str, Any]:
 
 REPORT_FILE = "conversion.json"
 POSITION_METHODS = ("tile", "interpolate")
-# what a softmax model's attention becomes unless the caller says otherwise: what attn_implementation="yoso" makes of
-# it, with a window that keeps near words from the noise of long texts; those that the original could take are exact
-SOFTMAX_ATTENTION = _of_yoso_config(SETTINGS) | {"local_window": 128}
+# what a softmax model's attention becomes unless the caller says otherwise, as with attn_implementation="yoso"
+SOFTMAX_ATTENTION = _of_yoso_config(SETTINGS)
 MASKED_SHARE = 0.15
 
 # by model type, what the names of its classes begin with
@@ -266,14 +263,13 @@ def convert_checkpoint(
     use_expectation: bool | Literal["auto"] | None = None,
     tokenizer_name: str | None = None,
     texts: Sequence[str] | None = None,
-    fit_texts: Sequence[str] | None = None,
     overwrite: bool = False,
 ) -> ConversionReport:
     """Write a Yoso checkpoint made of another encoder's: configuration, weights, tokenizer and a report.
 
     Every weight and every head with an exact counterpart is kept; the rest is new, drawn from torch's global
-    generator. The attention itself is another function than softmax: the outputs move, and the model wants further
-    training.
+    generator. A softmax model's attention becomes one that stands in for it: nearly the same where it is computed
+    exactly, an estimate without bias where it is sampled, whose noise moves the outputs. A YOSO model keeps its own.
 
     Args:
         source: hub name or directory of a BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA or Yoso checkpoint; or a file of
@@ -285,13 +281,11 @@ def convert_checkpoint(
         position_method: how the position table becomes longer. "tile" repeats it, as YOSO's authors do;
             "interpolate" stretches it linearly. A shorter one is cut.
         hash_code_len, num_hash, local_window, use_expectation: of the new configuration, see YosoConfig. None: a
-            YOSO model's own; for a softmax model those in SOFTMAX_ATTENTION, with use_expectation=True in
-            EXACT_SOFTMAX_ATTENTION.
+            YOSO model's own; for a softmax model those in SOFTMAX_ATTENTION, which takes no local_window unless
+            use_expectation is True.
         tokenizer_name: hub name or directory of the tokenizer; None: the source's, or none where it holds none, as
             a file of the authors.
         texts: what to compare the outputs on; None: they are not compared.
-        fit_texts: give every head of a softmax model the hash_code_len that comes closest on these texts, instead of
-            one number for all; None: do not.
         overwrite: replace a checkpoint that is in output_dir.
 
     Returns:
@@ -301,7 +295,7 @@ def convert_checkpoint(
         ValueError: the source is of an architecture that Yoso cannot hold, lacks weights or is damaged, or an
             argument is out of range; nothing has been written.
         huggingface_hub.errors.StrictDataclassError: hash_code_len, num_hash, local_window or use_expectation is out
-            of range.
+            of range, or not for the attention that the model gets.
     """
     output_dir = Path(output_dir)
     _check_output(output_dir, source, overwrite)
@@ -309,20 +303,14 @@ def convert_checkpoint(
         raise ValueError(f"max_position_embeddings must be at least 1, got {max_position_embeddings}")
     if position_method not in POSITION_METHODS:
         raise ValueError(f"position_method must be one of {POSITION_METHODS}, got {position_method!r}")
-    for name, given in (("texts", texts), ("fit_texts", fit_texts)):
-        if given is not None and (isinstance(given, str) or not given):
-            raise ValueError(f"{name} must be None or a sequence of at least one text, got {given!r}")
-
-    if fit_texts and hash_code_len is not None:
-        raise ValueError(
-            f"fit_texts choose hash_code_len: give one of them, got hash_code_len {hash_code_len} as well"
-        )
+    if texts is not None and (isinstance(texts, str) or not texts):
+        raise ValueError(f"texts must be None or a sequence of at least one text, got {texts!r}")
 
     is_file = os.path.isfile(source)
     # first of all, because what is no such checkpoint may have no tokenizer either
     read = _read_authors(Path(source)) if is_file else _read_pretrained(str(source))
     tokenizer = None if is_file and tokenizer_name is None else _read_tokenizer(tokenizer_name or source)
-    if tokenizer is None and (tokenizer_name is not None or texts or fit_texts):
+    if tokenizer is None and (tokenizer_name is not None or texts):
         need = "texts need a tokenizer, and " if tokenizer_name is None else ""
         raise ValueError(f"{need}{tokenizer_name or source} holds none: give another tokenizer_name")
 
@@ -343,8 +331,6 @@ def convert_checkpoint(
         if len(tokenizer) > vocab_size:
             raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model knows {vocab_size} (vocab_size)")
         tokenizer.model_max_length = length
-    if fit_texts:
-        _fit(read, settings, (_tokenize(tokenizer, text, min(length, len(original))) for text in fit_texts))
     config = YosoConfig(**settings, max_position_embeddings=length)
 
     model = read.target_class(config)
@@ -432,7 +418,7 @@ def compare(
     masking = Masking(tokenizer, MASKED_SHARE) if language_model else None
     cosines, losses, hits = [], [], []
     for index, text in enumerate(texts):
-        inputs = _tokenize(tokenizer, text, max_length)
+        inputs = tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt")
         layers = [
             model.base_model(**inputs, output_hidden_states=True).hidden_states for model in (original, converted)
         ]
@@ -453,29 +439,6 @@ def compare(
         found.original_loss, found.converted_loss = torch.cat(losses, dim=1).mean(dim=1).tolist()
         found.original_accuracy, found.converted_accuracy = torch.cat(hits, dim=1).float().mean(dim=1).tolist()
     return found
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) -> BatchEncoding:
-    return tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt")
-
-
-def _fit(read: _Source, settings: dict[str, Any], batches: Iterable[BatchEncoding]) -> None:
-    """Choose hash_code_len in settings, head by head."""
-    if read.model is None or not read.is_softmax:
-        raise ValueError(f"fit_texts need a softmax model of transformers, got {read.architecture}")
-    shared = ("normalization", "similarity", "num_hash", "local_window", "use_expectation")
-    attention = {name: settings[name] for name in shared}
-    for name, value in attention.items():
-        setattr(read.model.config, f"yoso_{name}", value)
-    # without its head, which may take several texts at once (multiple choice)
-    fit = fit_hash_code_len(read.model.base_model, batches)
-    settings["hash_code_len"] = fit.hash_code_len
-    chosen = [length for by_head in fit.hash_code_len for length in by_head]
-    left = [error for by_head in fit.error for error in by_head]
-    read.notes.append(
-        f"hash_code_len is fitted, {min(chosen)} to {max(chosen)}; of the square of the attention's output, "
-        f"{sum(left) / len(left):.3f} is left as error, the mean over all heads"
-    )
 
 
 def _token_logits(outputs: Any) -> Tensor:

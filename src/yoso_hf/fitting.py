@@ -1,4 +1,4 @@
-"""Fitting YOSO's hash_code_len, head by head, to a model that was trained with softmax attention."""
+"""Fitting the hash_code_len of YOSO's cosine similarity, head by head, to a model that was trained with softmax."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -63,20 +63,21 @@ class _Errors:
                 self.delegated[layer] = [length] * query.shape[1] if isinstance(length, int) else length
             return out, None
         settings = attention_settings(module, exact)
+        if settings["similarity"] == "softmax":
+            raise ValueError(
+                'nothing to fit: with yoso_similarity "softmax", hash_code_len does not change what the attention '
+                'comes close to; set yoso_similarity="cosine" to fit'
+            )
         key_mask = key_mask_of(attention_mask)
         real = 1 if key_mask is None else key_mask[:, :, None, None]
         self._add(self.squares, layer, (out * real).square().sum((0, 1, 3)))
         # of "auto" the samples, which are the harder to bring close
         settings["use_expectation"] = settings["use_expectation"] is True
-        if settings["use_expectation"] and settings["similarity"] == "softmax":
-            raise ValueError(
-                'nothing to fit: with similarity "softmax" and use_expectation True, hash_code_len has no effect'
-            )
         settings["num_hash"] *= SAMPLES_FACTOR
         errors = []
         for candidate in candidates(settings["use_expectation"]):
             settings["hash_code_len"] = [candidate] * query.shape[1]
-            approximation = yoso_from_settings(module, query, key, value, key_mask, settings, kwargs.get("scaling"))
+            approximation = yoso_from_settings(module, query, key, value, key_mask, settings, scale=None)
             errors.append(((approximation - out) * real).square().sum((0, 1, 3)))
         self._add(self.errors, layer, torch.stack(errors))
         return out, None
@@ -107,6 +108,9 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> HashCodeLenFit:
     """Chooses for each head the hash_code_len whose attention comes closest to softmax's, on sample inputs.
 
+    This is for yoso_similarity="cosine", where hash_code_len is the power of the weights. With "softmax" it only
+    trades the noise of samples for time.
+
     Every layer gets softmax's inputs. The attention that is compared is the one that the model would have with
     attn_implementation="yoso", or has with "yoso_expectation": the keys yoso_<name> of its configuration,
     yoso_hash_code_len excepted, decide its samples, so that where sampling is noisy, shorter codes are chosen, which
@@ -114,8 +118,9 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
     is the attention of long inputs, which samples. Take inputs of the lengths that the model is meant for.
 
     Args:
-        model: an encoder that takes attn_implementation="yoso", trained with softmax attention. Its attention
-            implementation is put back at the end; its configuration is not changed.
+        model: an encoder that takes attn_implementation="yoso", trained with softmax attention, whose configuration
+            has yoso_similarity="cosine". Its attention implementation is put back at the end; its configuration is
+            not changed.
         batches: inputs of the model, such as a tokenizer returns, on its device.
 
     Returns:
@@ -123,7 +128,7 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
 
     Raises:
         ValueError: no inputs, or other things than a model's inputs; a model that does not take YOSO or does not
-            number its layers; or nothing to fit, as similarity is "softmax" and nothing is sampled.
+            number its layers; or nothing to fit, as yoso_similarity is "softmax", which it is by default.
     """
     if not takes_attention(type(model)):
         raise ValueError(f"model must take another attn_implementation, got a {type(model).__name__}, which does not")
