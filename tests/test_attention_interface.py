@@ -399,6 +399,7 @@ def test_models_that_transformers_knows_no_sdpa_for_are_taken_where_all_layers_l
 def test_settings_are_those_of_the_configuration(tmp_path, monkeypatch):
     monkeypatch.setattr(attention_module, "NUM_HEAVY_KEYS", 4)
     settings = {"yoso_num_hash": 3, "yoso_hash_code_len": [[2, 3, 4, 5], [6, 7, 8, 9]], "yoso_hash_seed": 5}
+    settings |= {"yoso_similarity": "cosine"}
     model = build("bert", "yoso", yoso_use_expectation=False, **settings)
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="yoso")
@@ -410,16 +411,20 @@ def test_settings_are_those_of_the_configuration(tmp_path, monkeypatch):
         "yoso_num_hash": 4,
         "yoso_hash_code_len": [[2, 3, 4, 5], [6, 7, 8, 8]],
         "yoso_hash_seed": 6,
-        "yoso_similarity": "cosine",
         "yoso_local_window": 3,
         "yoso_use_expectation": True,
+        "yoso_normalization": "l2",
     }
     for name, value in changes.items():
         other = copy.deepcopy(loaded)
         setattr(other.config, name, value)
         assert (other(ids).last_hidden_state - expected).abs().max() > 1e-4, name
-    # no other normalisation goes with softmax
-    assert set(changes) | {"yoso_backward", "yoso_normalization"} == set(SETTINGS)
+    # samples of softmax have one length of codes
+    loaded.config.yoso_hash_code_len = 5
+    expected = loaded(ids).last_hidden_state
+    loaded.config.yoso_similarity = "softmax"
+    assert (loaded(ids).last_hidden_state - expected).abs().max() > 1e-4
+    assert set(changes) | {"yoso_backward", "yoso_similarity"} == set(SETTINGS)
 
 
 def test_wrong_settings_are_named():
@@ -484,8 +489,13 @@ def test_checkpointing_draws_the_same_hash_functions_again():
 
 @pytest.mark.parametrize("expectation", [True, False, "auto"])
 @pytest.mark.parametrize("training", [True, False])
-def test_it_compiles_into_one_graph(expectation, training):
-    model = build("bert", "yoso", yoso_use_expectation=expectation, yoso_hash_code_len=[[3, 4, 3, 5]] * 2)
+@pytest.mark.parametrize(("similarity", "lengths"), [("softmax", 4), ("cosine", [[3, 4, 3, 5]] * 2)])
+def test_it_compiles_into_one_graph(expectation, training, similarity, lengths, monkeypatch):
+    # what other cases compiled counts against a limit
+    torch.compiler.reset()
+    monkeypatch.setattr(attention_module, "NUM_HEAVY_KEYS", 4)
+    settings = {"yoso_similarity": similarity, "yoso_hash_code_len": lengths}
+    model = build("bert", "yoso", yoso_use_expectation=expectation, **settings)
     model.train(training)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

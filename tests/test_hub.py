@@ -47,7 +47,8 @@ MODES = {
     "auto-sampled": {"use_expectation": "auto", "num_hash": 1},
     "exact": {"use_expectation": True},
     "unseeded": {"hash_seed": None},
-    "by-head": {"hash_code_len": [[3, 4, 5, 6], [5, 5, 2, 7]], "similarity": "softmax", "normalization": "sum"},
+    "by-head": {"hash_code_len": [[3, 4, 5, 6], [5, 5, 2, 7]], "normalization": "sum"},
+    "softmax": {"similarity": "softmax", "normalization": "sum"},
     "half": {"dtype": "bfloat16"},
 }
 REPOS = {name: (name, {"conv_window": 3}) for name in HEADS} | {

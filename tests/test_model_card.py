@@ -58,11 +58,11 @@ def test_settings_are_those_of_the_configuration():
     assert sampled["convolution (`conv_window`)"] == "5"
     assert sampled["exact pairs of near tokens among samples (`local_window`)"] == "3"
     assert sampled["seed of the hash functions in eval mode (`hash_seed`)"] == "0"
-    by_head = settings(
-        make_card(hash_code_len=[[3, 4, 5, 6], [5, 5, 2, 7]], similarity="softmax", normalization="sum")
-    )
+    by_head = settings(make_card(hash_code_len=[[3, 4, 5, 6], [5, 5, 2, 7]]))
     assert by_head["bits of a hash code, tau (`hash_code_len`)"] == "2 to 7, by layer and head"
-    assert by_head["similarity of query and key (`similarity`)"] == "softmax"
+    assert by_head["similarity of query and key (`similarity`)"] == "cosine"
+    softmax = settings(make_card(similarity="softmax", normalization="sum"))
+    assert softmax["similarity of query and key (`similarity`)"] == "softmax"
     unseeded = settings(make_card(use_expectation=False, hash_seed=None))
     assert "drawn afresh" in unseeded["seed of the hash functions in eval mode (`hash_seed`)"]
     # nothing is hashed
