@@ -467,12 +467,8 @@ def test_bad_arguments_are_named(change, message):
         yoso_attention(**arguments)
 
 
-def dense(query, key, value, key_mask, hash_code_len, normalization, similarity="cosine", power=128, scale=None):
-    """Attention by its definition, in float64, one head of a batch row after the other.
-
-    Args:
-        power: of similarity="softmax": 128, by dot products; None: by cosines and lengths, with hash_code_len.
-    """
+def dense(query, key, value, key_mask, hash_code_len, normalization, similarity="cosine", scale=None):
+    """Exact attention by its definition, in float64, one head of a batch row after the other."""
     query, key, value = (x.double() for x in (query, key, value))
     scale = scale or query.shape[3] ** -0.5
     out = value.new_zeros(*query.shape[:3], value.shape[3])
@@ -486,22 +482,13 @@ def dense(query, key, value, key_mask, hash_code_len, normalization, similarity=
                 mean = q[real_queries].mean(0)
                 q, k = (q - mean) * real_queries[:, None], k - k.mean(0)
                 factor = (scale * k @ mean).exp()
-            if similarity == "softmax" and power is not None:
-                # 2 power / pi is the slope of the kernel's logarithm at 0
-                x = scale * q @ k.T * math.pi / (2 * power)
-                largest = q.norm(dim=-1).max() * k.norm(dim=-1).max() * scale * math.pi / (2 * power)
-                weights = (1 - (x / (1.01 * largest.detach()).clamp(min=1)).acos() / math.pi) ** power
+                # 2 * 128 / pi is the slope of the kernel's logarithm at 0
+                x = scale * q @ k.T * math.pi / 256
+                largest = q.norm(dim=-1).max() * k.norm(dim=-1).max() * scale * math.pi / 256
+                weights = (1 - (x / (1.01 * largest.detach()).clamp(min=1)).acos() / math.pi) ** 128
             else:
                 x = torch.nn.functional.normalize(q, dim=-1) @ torch.nn.functional.normalize(k, dim=-1).T
                 weights = (1 - x.clamp(-1, 1).acos() / math.pi) ** hash_code_len[h]
-            if similarity == "softmax" and power is None:
-                quotient = scale * math.pi / (2 * hash_code_len[h])
-                shares = []
-                for one, other in ((q, k), (k, q)):
-                    longest = (x.norm(dim=-1).max().detach() for x in (other, one))
-                    shares.append((quotient * one.norm(dim=-1) ** 2 * next(longest) / next(longest)).clamp(max=1))
-                share = shares[0][:, None] * shares[1]
-                weights = 1 + share * (2 ** hash_code_len[h] * weights - 1)
             weights = weights * factor
             out[b, h] = weights @ v
             if normalization == "sum":
@@ -541,32 +528,65 @@ def test_softmax_weights_are_as_defined(longer, rows, scale):
     torch.testing.assert_close((weights @ value).double(), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_softmax_where_every_key_is_heavy_takes_the_expectation_of_cosines():
-    query, key, value = inputs(N=25, D=10)
+def softmax_of(query, key, value, key_mask, scale=None):
+    mask = None if key_mask is None else key_mask[:, None, None]
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+@pytest.mark.parametrize("rows", [25, 20])
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_samples_of_softmax_are_softmax_where_every_key_is_heavy(rows, scale):
+    """And its gradients, whatever queries and keys have in common."""
+    tensors = [x.requires_grad_() for x in inputs(N=rows, D=10, dtype=torch.float64)]
+    query, key, value = tensors
     query, key = query + torch.randn(10), key + torch.randn(10)
     key_mask = torch.rand(2, 25) > 0.3
-    options = {"hash_code_len": [4, 9, 14], "normalization": "sum", "similarity": "softmax"}
-    result = yoso_attention(query, key, value, key_mask, num_hash=2, **options)
-    expected = dense(query, key, value, key_mask, **options, power=None)
-    torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
+    options = {"similarity": "softmax", "normalization": "sum", "num_hash": 2, "hash_code_len": 3}
+    out = yoso_attention(query, key, value, key_mask, scale=scale, **options)
+    expected = softmax_of(query, key, value, key_mask, scale)
+    # masked positions are no queries either
+    real = key_mask[:, None, :, None] if rows == 25 else torch.ones(1)
+    torch.testing.assert_close(out * real, expected * real)
+    grad = torch.randn_like(out) * real
+    for got, truth in zip(*(torch.autograd.grad(x, tensors, grad) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(got, truth, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("local_window", [0, 2])
-def test_samples_of_softmax_come_to_the_expectation_of_cosines(monkeypatch, local_window):
-    """Heavy keys exact, the others in the mean: an error that falls with m, and is small where there are many."""
+def test_samples_of_softmax_are_softmax_where_all_pairs_share_a_bucket(monkeypatch):
+    """Codes of one bit and their complements are the only bucket, so that nothing is left to chance."""
     monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", 3)
-    query, key, value = inputs(B=2, N=40, M=40, D=8)
-    query, key = query + torch.randn(8), key + torch.randn(8)
+    tensors = [x.requires_grad_() for x in inputs(N=40, M=40, D=8, dtype=torch.float64)]
     key_mask = torch.rand(2, 40) > 0.2
-    options = {"hash_code_len": [2, 4, 3], "normalization": "sum", "similarity": "softmax"}
-    expected = dense(query, key, value, key_mask, **options, power=None)
+    options = {"similarity": "softmax", "normalization": "sum", "num_hash": 2, "hash_code_len": 1}
+    out, expected = yoso_attention(*tensors, key_mask, **options), softmax_of(*tensors, key_mask)
+    real = key_mask[:, None, :, None]
+    torch.testing.assert_close(out * real, expected * real)
+    grad = torch.randn_like(out) * real
+    for got, truth in zip(*(torch.autograd.grad(x, tensors, grad) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(got, truth, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("hash_code_len", [3, 6])
+def test_samples_of_softmax_come_to_softmax(monkeypatch, hash_code_len):
+    """With gradients, whatever the length of codes: an error that falls with m, and is small where there are many."""
+    monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", 3)
+    tensors = [x.requires_grad_() for x in inputs(B=2, N=40, M=40, D=8)]
+    query, key = tensors[0] + torch.randn(8), tensors[1] + torch.randn(8)
+    key_mask = torch.rand(2, 40) > 0.2
+    real = key_mask[:, None, :, None]
+    expected = softmax_of(query, key, tensors[2], key_mask) * real
+    grad = torch.randn_like(expected)
+    expected = [expected, *torch.autograd.grad(expected, tensors, grad, retain_graph=True)]
+    options = {"hash_code_len": hash_code_len, "normalization": "sum", "similarity": "softmax"}
     errors = []
     for num_hash in (100, 10_000):
-        out = yoso_attention(query, key, value, key_mask, num_hash=num_hash, local_window=local_window, **options)
-        errors.append((out - expected).norm() / expected.norm())
-    # a tenth, by the square root of a hundred
-    assert errors[1] < 0.2 * errors[0]
-    assert errors[1] < 0.02
+        out = yoso_attention(query, key, tensors[2], key_mask, num_hash=num_hash, **options) * real
+        found = [out, *torch.autograd.grad(out, tensors, grad, retain_graph=True)]
+        errors.append([((x - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True)])
+    for few, many in zip(*errors, strict=True):
+        # a tenth, by the square root of a hundred
+        assert many < 0.2 * few
+        assert many < 0.05
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "softmax"])
@@ -591,13 +611,35 @@ def test_samples_of_softmax_know_lengths():
     """Short queries attend to all keys alike, long ones to few: no power of a cosine does both."""
     query, key, value = inputs(B=1, H=2, N=300, M=300, D=16)
     query, key = (1.2 * torch.rand(1, 2, 300, 1) * x for x in (query, key))
-    softmax = (query @ key.transpose(-1, -2) / 4).softmax(-1) @ value
-    options = {"num_hash": 20_000, "normalization": "sum"}
-    out = yoso_attention(query, key, value, similarity="softmax", hash_code_len=10, **options)
+    softmax = softmax_of(query, key, value, None)
+    options = {"num_hash": 1000, "normalization": "sum"}
+    out = yoso_attention(query, key, value, similarity="softmax", hash_code_len=8, **options)
     cosines = [yoso_attention(query, key, value, hash_code_len=n, expectation=True, **options) for n in range(1, 17)]
     error, *others = ((x - softmax).norm() / softmax.norm() for x in (out, *cosines))
-    assert error < 0.35
+    assert error < 0.1
     assert min(others) > 0.45
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hash_code_len": [4, 5, 6]}, r"hash_code_len must be one number, got \[4, 5, 6\], unless expectation=True"),
+        ({"backward": "expectation"}, "backward must be \"sampled\", got 'expectation', unless expectation=True"),
+        ({"local_window": 2}, "local_window must be 0, got 2, unless expectation=True"),
+    ],
+)
+@pytest.mark.parametrize("expectation", [False, "auto", True])
+def test_samples_of_softmax_have_no_other_settings(change, message, expectation):
+    query, key, value = inputs(N=25)
+    options = {"similarity": "softmax", "normalization": "sum", "expectation": expectation}
+    options |= change
+    if expectation is True:
+        # where they change nothing
+        expected = yoso_attention(query, key, value, similarity="softmax", normalization="sum", expectation=True)
+        assert torch.equal(yoso_attention(query, key, value, **options), expected)
+    else:
+        with pytest.raises(ValueError, match=message):
+            yoso_attention(query, key, value, **options)
 
 
 def test_sampling_with_lengths_by_head_has_the_expectation_as_its_mean():
@@ -628,34 +670,15 @@ def test_a_heads_shorter_codes_are_the_first_bits_of_the_longer_ones(kind):
     torch.testing.assert_close(together, torch.cat(one_by_one, dim=1), rtol=1e-6, atol=1e-7)
 
 
-@BOTH
-@pytest.mark.parametrize("hash_code_len", [5, [3, 14]])
-def test_softmax_gradients_are_those_of_the_definition(hash_code_len, expectation):
-    """With samples too, where every key is heavy, and so nothing random."""
+def test_softmax_gradients_are_those_of_the_definition():
     query, key, value = (x.requires_grad_() for x in inputs(B=2, H=2, N=7, M=7, D=4, Dv=3, dtype=torch.float64))
     key_mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
 
     def function(*arguments):
-        out = yoso_attention(
-            *arguments, key_mask, hash_code_len=hash_code_len, similarity="softmax", normalization="sum",
-            expectation=expectation, num_hash=2, scale=0.1,
-        )  # fmt: skip
-        return out * key_mask[:, None, :, None]
+        options = {"similarity": "softmax", "normalization": "sum", "scale": 0.1}
+        return yoso_attention(*arguments, key_mask, expectation=True, **options) * key_mask[:, None, :, None]
 
     assert torch.autograd.gradcheck(function, (query, key, value))
-
-
-def test_gradients_of_samples_of_softmax_are_those_of_the_definition_where_shares_are_cut():
-    """With the lengths of the longest rows as constants."""
-    tensors = [x.requires_grad_() for x in inputs(B=2, H=3, N=9, M=9, D=4, Dv=3, dtype=torch.float64)]
-    key_mask = torch.tensor([[True] * 9, [True] * 4 + [False] * 5])
-    options = {"hash_code_len": [2, 3, 4], "normalization": "sum", "similarity": "softmax", "scale": 2.0}
-    out = yoso_attention(*tensors, key_mask, num_hash=2, **options)
-    expected = dense(*tensors, key_mask, **options, power=None)
-    torch.testing.assert_close(out, expected)
-    grad = torch.randn_like(out) * key_mask[:, None, :, None]
-    for got, truth in zip(*(torch.autograd.grad(x, tensors, grad) for x in (out, expected)), strict=True):
-        torch.testing.assert_close(got, truth, rtol=1e-6, atol=1e-9)
 
 
 def test_softmax_gradients_are_those_of_the_definition_where_rows_are_too_long():
