@@ -489,7 +489,7 @@ def test_checkpointing_draws_the_same_hash_functions_again():
 
 @pytest.mark.parametrize("expectation", [True, False, "auto"])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(("similarity", "lengths"), [("softmax", 4), ("cosine", [[3, 4, 3, 5]] * 2)])
+@pytest.mark.parametrize(("similarity", "lengths"), [("softmax", 4), ("cosine", 4), ("cosine", [[3, 4, 3, 5]] * 2)])
 def test_it_compiles_into_one_graph(expectation, training, similarity, lengths, monkeypatch):
     # what other cases compiled counts against a limit
     torch.compiler.reset()

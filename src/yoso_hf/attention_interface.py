@@ -134,10 +134,19 @@ def _kept_hash_parameters(seed: int, layer_idx: int, sizes: tuple[int, ...], dev
         return HashFunctions.seeded(seed, layer_idx, *sizes, device=device).parameters
 
 
-# a compiled model holds them as constants: a graph cannot make the generator that they are drawn from
-@torch.compiler.assume_constant_result
-def _seeded_hash_parameters(seed: int, layer_idx: int, sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    return _kept_hash_parameters(seed, layer_idx, sizes, device)
+# an operator of compiled models: a graph cannot make the generator that they are drawn from, and torch.compile takes
+# the constants that one function gives to two layers for the same
+@torch.library.custom_op("yoso_hf::seeded_hash_parameters", mutates_args=())
+def _compiled_hash_parameters(query: Tensor, seed: int, layer_idx: int, num_hash: int, hash_code_len: int) -> Tensor:
+    sizes = (query.shape[1], query.shape[3], num_hash, hash_code_len)
+    # what an operator gives must be its own
+    return _kept_hash_parameters(seed, layer_idx, sizes, query.device).clone()
+
+
+@_compiled_hash_parameters.register_fake
+def _(query, seed, layer_idx, num_hash, hash_code_len):
+    sizes = (query.shape[1], query.shape[3], num_hash, hash_code_len)
+    return query.new_empty(_kept_hash_parameters(seed, layer_idx, sizes, torch.device("cpu")).shape, dtype=torch.float)
 
 
 def _refuse(names: tuple[str, ...], module: nn.Module, kwargs: dict) -> None:
@@ -250,7 +259,10 @@ def _hash_functions(module: nn.Module, query: Tensor, settings: dict) -> HashFun
     sizes = (query.shape[3], settings["num_hash"], longest)
     # layers that are not numbered share their hash functions
     layer_idx = getattr(module, "layer_idx", None) or 0
-    parameters = _seeded_hash_parameters(seed, layer_idx, (query.shape[1], *sizes), query.device)
+    if torch.compiler.is_dynamo_compiling():
+        parameters = _compiled_hash_parameters(query, seed, layer_idx, *sizes[1:])
+    else:
+        parameters = _kept_hash_parameters(seed, layer_idx, (query.shape[1], *sizes), query.device)
     return HashFunctions(parameters, *sizes)
 
 
