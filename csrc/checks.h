@@ -128,7 +128,7 @@ inline void check_sampled_backward(const Tensor& grad, const Tensor& query, cons
   STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
 }
 
-// x must be contiguous [B, H, rows's rows], of the type of numbers that go with rows
+// x must be contiguous [B, H, N] for rows [B, H, N, *]
 inline void check_row_numbers(const Tensor& x, const char* name, const Tensor& rows) {
   check_device(x, name, rows);
   STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous() && x.size(0) == rows.size(0) && x.size(1) == rows.size(1) &&

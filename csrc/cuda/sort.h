@@ -15,12 +15,20 @@ constexpr int32_t kSortCounters = 1 << 14;
 struct SortedCodes {
   // the rows by code, int32 [lists, rows]; what follows the last bucket is unwritten
   Tensor order;
-  // where each code's rows begin, and where the last code's end, int32 [lists, 2^tau + 1]
+  // where each code's rows begin, and where the last code's end, int32 [lists, 2^tau + 1], or 2^(tau - 1) if folded
   Tensor starts;
 };
 
+// The bucket of a code, in no table where it is none: with fold, that of its complement too. Unsigned, because any
+// int32 may stand for no bucket.
+template <bool fold>
+__device__ __forceinline__ uint32_t bucket_of(int32_t code, uint32_t table_size) {
+  const uint32_t bucket = static_cast<uint32_t>(code);
+  return fold ? min(bucket, 2 * table_size - 1 - bucket) : bucket;
+}
+
 // A warp sorts a list. Codes outside 0..table_size - 1 are left out.
-template <class Code>
+template <class Code, bool fold>
 __global__ void sort_codes_kernel(const Code* codes, int64_t lists, int64_t rows, int32_t table_size, int32_t* order,
                                   int32_t* starts) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -38,8 +46,7 @@ __global__ void sort_codes_kernel(const Code* codes, int64_t lists, int64_t rows
   const auto for_rows = [&](int32_t first_code, const auto& f) {
     int32_t next = lane < rows ? codes[lane] : -1;
     for (int64_t first = 0; first < rows; first += kWarp) {
-      // unsigned, because any int32 may stand for no bucket
-      const uint32_t offset = static_cast<uint32_t>(next) - first_code;
+      const uint32_t offset = bucket_of<fold>(next, table_size) - first_code;
       const int32_t place = offset < static_cast<uint32_t>(part_size) ? static_cast<int32_t>(offset) : -1;
       const int64_t ahead = first + kWarp + lane;
       next = ahead < rows ? codes[ahead] : -1;
@@ -89,19 +96,22 @@ inline int64_t heads_at_once(int64_t heads, int64_t num_hash, int64_t rows, int6
   return std::max<int64_t>(1, std::min(heads, budget / (num_hash * table_size)));
 }
 
-// Sorts the codes [B, H, m, rows] of `heads` heads, from the first on, of the B * H.
-inline SortedCodes sort_codes(const Device& device, const Tensor& codes, int64_t first, int64_t heads,
-                              int64_t hash_code_len) {
+// Sorts the codes [B, H, m, rows] of `heads` heads, from the first on, of the B * H. With fold, a code and its
+// complement are one, the smaller of both.
+template <bool fold = false>
+SortedCodes sort_codes(const Device& device, const Tensor& codes, int64_t first, int64_t heads,
+                       int64_t hash_code_len) {
   const int64_t num_hash = codes.size(2), rows = codes.size(3), lists = heads * num_hash;
   STD_TORCH_CHECK(rows <= INT32_MAX - kWarp, "too many rows: ", rows);
-  const int32_t table_size = int32_t{1} << hash_code_len;
+  const int32_t table_size = int32_t{1} << (hash_code_len - fold);
   SortedCodes sorted{empty_tensor(codes, {lists, rows}, ScalarType::Int),
                      empty_tensor(codes, {lists, table_size + 1}, ScalarType::Int)};
   const int64_t bytes = std::min(table_size, kSortCounters) * int64_t{sizeof(int32_t)};
   const int64_t warps = std::clamp<int64_t>(static_cast<int64_t>(kDefaultSharedBytes) / bytes, 1, 8);
   dispatch_codes(codes, [&](auto code) {
     using Code = decltype(code);
-    launch(device, sort_codes_kernel<Code>, divide_up(lists, warps), static_cast<int>(warps * kWarp), warps * bytes,
+    launch(device, sort_codes_kernel<Code, fold>, divide_up(lists, warps), static_cast<int>(warps * kWarp),
+           warps * bytes,
            static_cast<const Code*>(codes.const_data_ptr()) + first * num_hash * rows, lists, rows, table_size,
            static_cast<int32_t*>(sorted.order.mutable_data_ptr()),
            static_cast<int32_t*>(sorted.starts.mutable_data_ptr()));

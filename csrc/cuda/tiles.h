@@ -1,6 +1,7 @@
 // What the kernels of tiled_attention.h share: the rows of a side and of a block, and what a cosine weighs.
 #pragma once
 
+#include "angles.h"
 #include "device.h"
 
 namespace yoso {
@@ -55,41 +56,6 @@ struct Block {
     last = first + rows < count ? first + rows : count;
   }
 };
-
-__device__ __forceinline__ float quick_sqrt(float x) {
-  float root;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
-  return root;
-}
-
-// Horner's rule, from the highest power.
-__device__ __forceinline__ float polynomial(float, float sum) { return sum; }
-template <class... Others>
-__device__ __forceinline__ float polynomial(float x, float sum, float next, Others... others) {
-  return polynomial(x, sum * x + next, others...);
-}
-
-// 1 - acos(x) / pi, for x of the sign of `signed_as` and versine 1 - |x|, as precise as W, the type of the weights; not
-// a number where either is none.
-template <class W>
-__device__ __forceinline__ double angle_complement(double signed_as, double versine) {
-  return 0.5 + copysign(asin(1 - versine), signed_as) / 3.14159265358979323846;
-}
-// acos(1 - t) / pi = sqrt(t) * polynomial(t) on [0, 1], minimax fits. t may be negative by rounding: then its size is
-// the error that it has anyhow.
-template <class W>
-__device__ __forceinline__ float angle_complement(float signed_as, float t) {
-  float ratio;
-  if constexpr (std::is_same_v<W, BFloat16>)
-    ratio = polynomial(t, 0.0028314807f, 0.00023319625f, 0.0093952846f, 0.037378907f, 0.45016113f);
-  else if constexpr (std::is_same_v<W, Half>)
-    ratio = polynomial(t, 0.0014137337f, -0.0008178968f, 0.0035374586f, 0.0081703179f, 0.037538614f, 0.45015776f);
-  else
-    ratio = polynomial(t, 0.00040901595f, -0.0007127421f, 0.0011679033f, 0.00040145381f, 0.0026388096f, 0.0084233582f,
-                       0.03751405f, 0.45015815f);
-  // the complement of the angle where x is negative
-  return 0.5f + copysignf(0.5f - quick_sqrt(fabsf(t)) * ratio, signed_as);
-}
 
 // 1 / sqrt(1 - x^2), 0 where it diverges
 template <class T>

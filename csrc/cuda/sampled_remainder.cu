@@ -1,0 +1,552 @@
+// What exp(x) has beyond 1 + x, for x = scale query . key, sampled from the pairs that share a bucket: see reference.py.
+// A warp has a row and adds up all that it meets, in the buckets of all hash functions: queries for the output and for
+// their gradient, keys for theirs. So a sum is in registers until it is done, and in one order. What a row meets is
+// listed with a lane for each hash function, and then taken a few rows at a time, however few a bucket has.
+#include "angles.h"
+#include "rows.h"
+#include "sort.h"
+
+namespace yoso {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+// the keys of a bucket that a query meets, at most, and the queries that meet the same ones
+constexpr int kBucketRows = 64;
+// the largest logarithm of a weight
+constexpr int kMaxLogarithm = 60;
+// rows that a group of lanes reads at the same time
+constexpr int kSteps = 4;
+
+// The queries with the output's gradient, or the keys with the values.
+template <class In, class Other>
+struct Side {
+  Rows<const In> rows;
+  Rows<const Other> others;
+  // from one row to the next
+  uint32_t row_bytes, other_bytes;
+  // [B * H, count]: the inverse lengths, and the gradients of queries' totals or the keys' weights
+  const Accumulator<In>*inverse_length, *numbers;
+  // [B * H, m, count]
+  const void* codes;
+  // [heads, m, count] and [heads, m, table_size + 1], see SortedCodes
+  const int32_t *order, *starts;
+  int32_t count;
+};
+
+// A launch has heads from `first` on, of the B * H.
+struct Sizes {
+  int32_t first, H, num_hash, hash_code_len, D, Dv, table_size;
+  bool wide_codes;
+  double scale;
+};
+
+// What is added up: of queries the output, or their gradient; or the gradients of keys, of values and of keys' weights.
+enum class Task { kOutput, kQueries, kKeys };
+
+template <class In, Task task>
+struct TaskOf {
+  using T = Accumulator<In>;
+  // the gradient of the output is as wide as it
+  using Queries = Side<In, T>;
+  using Keys = Side<In, In>;
+  using Mine = std::conditional_t<task == Task::kKeys, Keys, Queries>;
+  using Met = std::conditional_t<task == Task::kKeys, Queries, Keys>;
+  using MyOther = std::conditional_t<task == Task::kKeys, In, T>;
+  using MetOther = std::conditional_t<task == Task::kKeys, T, In>;
+  using Sum = std::conditional_t<task == Task::kOutput, T, In>;
+};
+
+// Where the sums of rows, of values or gradients, and of numbers go, as far as the task has them.
+template <class In, Task task>
+struct Sums {
+  Rows<typename TaskOf<In, task>::Sum> rows, others;
+  Accumulator<In>* numbers;
+};
+
+struct Span {
+  int32_t first, count;
+};
+
+// What a row meets in its bucket of one hash function, as places of the order: `count` of them, from the first on every
+// parts'th key, or every parts'th tile of queries.
+struct Meeting {
+  int32_t first, count, parts;
+
+  template <bool of_keys>
+  __device__ __forceinline__ static int32_t place(int32_t first, int32_t parts, int32_t number) {
+    if constexpr (of_keys)
+      return first + number / kBucketRows * kBucketRows * parts + number % kBucketRows;
+    else
+      return first + number * parts;
+  }
+};
+
+// How many of a bucket's rows come before the row, which is one of them.
+__device__ __forceinline__ int32_t rank_of(const int32_t* order, int32_t count, int32_t row) {
+  int32_t begin = 0, end = count;
+  while (end - begin > 1) {
+    const int32_t middle = begin + (end - begin) / 2;
+    if (order[middle] <= row)
+      begin = middle;
+    else
+      end = middle;
+  }
+  return begin;
+}
+
+template <bool of_keys, class Mine, class Met>
+__device__ __forceinline__ Meeting meeting_of(const Sizes& sizes, const Mine& mine, const Met& met, int32_t head,
+                                              int32_t hash, int32_t row) {
+  const int64_t list = int64_t{head} * sizes.num_hash + hash;
+  const int64_t at = (list + int64_t{sizes.first} * sizes.num_hash) * mine.count + row;
+  const int32_t code =
+      sizes.wide_codes ? static_cast<const int32_t*>(mine.codes)[at] : static_cast<const int16_t*>(mine.codes)[at];
+  const uint32_t bucket = bucket_of<true>(code, sizes.table_size);
+  if (bucket >= static_cast<uint32_t>(sizes.table_size)) return {0, 0, 1};
+  const auto span_of = [&](const int32_t* starts) {
+    starts += list * (sizes.table_size + 1) + bucket;
+    return Span{starts[0], starts[1] - starts[0]};
+  };
+  const Span others = span_of(met.starts);
+  if (!of_keys && others.count <= kBucketRows) return {others.first, others.count, 1};
+  const Span rows = span_of(mine.starts);
+  const int32_t parts = ((of_keys ? rows.count : others.count) - 1) / kBucketRows + 1;
+  if (parts == 1) return {others.first, others.count, 1};
+  // which part the first queries meet
+  const auto chance = static_cast<int32_t>((bucket + 1) * (hash + 1) * 2654435761u >> 16);
+  const int32_t rank = rank_of(mine.order + list * mine.count + rows.first, rows.count, row);
+  if constexpr (of_keys) {
+    const int32_t tile = (rank % parts + parts - chance % parts) % parts;
+    const int32_t tiles = (others.count + kBucketRows - 1) / kBucketRows;
+    if (tile >= tiles) return {0, 0, 1};
+    // full ones before the last
+    const int32_t full = (tiles - 1 - tile) / parts, last = (tile + full * parts) * kBucketRows;
+    return {others.first + tile * kBucketRows, full * kBucketRows + min(kBucketRows, others.count - last), parts};
+  } else {
+    const int32_t part = (rank / kBucketRows + chance) % parts;
+    return {others.first + part, (others.count - part + parts - 1) / parts, parts};
+  }
+}
+
+// The sums over a group of lanes of kSteps numbers; that of step i in the lanes that are i modulo kSteps.
+template <int kLanes, class T>
+__device__ __forceinline__ T sum_of_group(const T (&numbers)[kSteps]) {
+  const int lane = threadIdx.x % kWarp;
+  T sums[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) sums[i] = numbers[i];
+#pragma unroll
+  for (int half = kSteps / 2; half > 0; half /= 2)
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const bool upper = (lane & half) != 0;
+      const T given = upper ? sums[i] : sums[i + half];
+      sums[i] = (upper ? sums[i + half] : sums[i]) + __shfl_xor_sync(kAllLanes, given, half);
+    }
+#pragma unroll
+  for (int other = kSteps; other < kLanes; other *= 2) sums[0] += __shfl_xor_sync(kAllLanes, sums[0], other);
+  return sums[0];
+}
+
+// exp(x) - 1 - x, and its slope; both follow exp up to kMaxLogarithm.
+template <class T>
+struct Remainder {
+  T value, slope;
+
+  __device__ __forceinline__ explicit Remainder(T x) {
+    if (fabs(x) < 1) {
+      // Taylor's, up to the power whose term is below a rounding
+      constexpr int kPower = sizeof(T) == 8 ? 18 : 11;
+      double coefficient = sizeof(T) == 8 ? 1 / 6402373705728000.0 : 1 / 39916800.0;
+      T sum = 0;
+#pragma unroll
+      for (int power = kPower; power >= 2; --power) {
+        sum = sum * x + static_cast<T>(coefficient);
+        coefficient *= power;
+      }
+      value = sum * x * x;
+      slope = value + x;
+    } else {
+      slope = exp(x < kMaxLogarithm ? x : kMaxLogarithm) - 1;
+      value = slope - x;
+      if (!(x < kMaxLogarithm)) slope = -1;
+    }
+  }
+};
+
+// x^exponent, of 1 to 16
+template <class T>
+__device__ __forceinline__ T power(T x, int exponent) {
+  T product = (exponent & 1) != 0 ? x : 1;
+#pragma unroll
+  for (int bit = 2; bit <= 16; bit *= 2) {
+    x *= x;
+    if ((exponent & bit) != 0) product *= x;
+  }
+  return product;
+}
+
+// The probability of sharing a bucket.
+template <class T>
+__device__ __forceinline__ T probability_of(T cosine, int hash_code_len) {
+  const T versine = 1 - fabs(cosine);
+  // that of agreeing in a bit, or of not agreeing: which one, the sign tells, and the sum is the same
+  const T agree = angle_complement<T>(T{1}, versine < 0 ? 0 : versine);
+  return power(agree, hash_code_len) + power(1 - agree, hash_code_len);
+}
+
+template <class T>
+__device__ __forceinline__ T product_of(const T (&x)[kLaneColumns], const T (&y)[kLaneColumns]) {
+  T product = 0;
+#pragma unroll
+  for (int c = 0; c < kLaneColumns; ++c) product += x[c] * y[c];
+  return product;
+}
+
+template <class T, class X>
+__device__ __forceinline__ void widen(const X (&from)[kLaneColumns], T (&to)[kLaneColumns]) {
+#pragma unroll
+  for (int c = 0; c < kLaneColumns; ++c) to[c] = static_cast<T>(from[c]);
+}
+
+// Adds the groups' sums up, and has the first write them.
+template <int kLanes, bool aligned, class T, class Sum>
+__device__ __forceinline__ void write_sums(T (&sums)[kLaneColumns], int columns, Sum* to) {
+#pragma unroll
+  for (int c = 0; c < kLaneColumns; ++c)
+#pragma unroll
+    for (int other = kLanes; other < kWarp; other *= 2) sums[c] += __shfl_xor_sync(kAllLanes, sums[c], other);
+  Sum rounded[kLaneColumns];
+#pragma unroll
+  for (int c = 0; c < kLaneColumns; ++c) rounded[c] = static_cast<Sum>(sums[c]);
+  if (threadIdx.x % kWarp < kLanes) store_columns<aligned>(rounded, columns, to);
+}
+
+// Adds up what every row meets. kLanes lanes, a group, have a row that is met.
+template <class In, int kLanes, bool aligned, Task task>
+__global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 1 : 2)
+    add_met_rows_kernel(Sizes sizes, typename TaskOf<In, task>::Mine mine, typename TaskOf<In, task>::Met met,
+                        Sums<In, task> out) {
+  using T = Accumulator<In>;
+  constexpr bool of_keys = task == Task::kKeys, adds_rows = task != Task::kOutput, adds_others = task != Task::kQueries;
+  constexpr int kGroups = kWarp / kLanes;
+  const int32_t head_blocks = (mine.count - 1) / kWarps + 1, head = blockIdx.x / head_blocks;
+  const int32_t row = (blockIdx.x - head * head_blocks) * kWarps + threadIdx.x / kWarp;
+  if (row >= mine.count) return;
+  const int lane = threadIdx.x % kWarp, group = lane / kLanes, column = lane % kLanes * kLaneColumns;
+  const int columns = columns_of_lane(sizes.D, column), other_columns = columns_of_lane(sizes.Dv, column);
+  const int32_t batch_head = sizes.first + head, batch = batch_head / sizes.H, head_of_batch = batch_head % sizes.H;
+  const In* met_rows = met.rows.at(batch, head_of_batch, 0) + column;
+  const auto* met_others = met.others.at(batch, head_of_batch, 0) + column;
+  const T* met_inverse_length = met.inverse_length + int64_t{batch_head} * met.count;
+  const T* met_numbers = met.numbers + int64_t{batch_head} * met.count;
+  const T scale = static_cast<T>(sizes.scale);
+
+  T my_row[kLaneColumns], my_other[kLaneColumns] = {};
+  {
+    In part[kLaneColumns];
+    load_columns<aligned>(mine.rows.at(batch, head_of_batch, row) + column, columns, part);
+    widen(part, my_row);
+    if constexpr (adds_rows) {
+      typename TaskOf<In, task>::MyOther other[kLaneColumns];
+      load_columns<aligned>(mine.others.at(batch, head_of_batch, row) + column, other_columns, other);
+      widen(other, my_other);
+    }
+  }
+  const int64_t my_place = int64_t{batch_head} * mine.count + row;
+  const T my_inverse_length = mine.inverse_length[my_place], my_number = adds_rows ? mine.numbers[my_place] : 0;
+
+  T row_sums[kLaneColumns] = {}, other_sums[kLaneColumns] = {}, number_sum = 0;
+  for (int32_t first_hash = 0; first_hash < sizes.num_hash; first_hash += kWarp) {
+    Meeting meeting = {0, 0, 1};
+    if (first_hash + lane < sizes.num_hash)
+      meeting = meeting_of<of_keys>(sizes, mine, met, head, first_hash + lane, row);
+    int32_t end = meeting.count;
+#pragma unroll
+    for (int delta = 1; delta < kWarp; delta *= 2) {
+      const int32_t lower = __shfl_up_sync(kAllLanes, end, delta);
+      if (lane >= delta) end += lower;
+    }
+    const int32_t total = __shfl_sync(kAllLanes, end, kWarp - 1);
+    const int32_t* order = met.order + (int64_t{head} * sizes.num_hash + first_hash) * met.count;
+
+    for (int32_t base = 0; base < total; base += kSteps * kGroups) {
+      // lane i of a group knows what the group takes in step i, as do those that are i modulo kSteps
+      const int32_t slot = base + lane % kSteps * kGroups + group;
+      const bool exists = slot < total;
+      int hash = 0;
+#pragma unroll
+      for (int half = kWarp / 2; half > 0; half /= 2)
+        if (__shfl_sync(kAllLanes, end, hash + half - 1) <= slot) hash += half;
+      const int32_t begin = __shfl_sync(kAllLanes, end - meeting.count, hash);
+      const int32_t first = __shfl_sync(kAllLanes, meeting.first, hash);
+      const int32_t parts = __shfl_sync(kAllLanes, meeting.parts, hash);
+      int32_t met_row = -1;
+      T inverse_length = 0, met_number = 0;
+      if (exists) {
+        met_row = order[int64_t{hash} * met.count + Meeting::place<of_keys>(first, parts, slot - begin)];
+        inverse_length = met_inverse_length[met_row];
+        met_number = met_numbers[met_row];
+      }
+
+      In rows[kSteps][kLaneColumns];
+      typename TaskOf<In, task>::MetOther others[kSteps][kLaneColumns];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const int32_t taken = __shfl_sync(kAllLanes, met_row, i, kLanes);
+        load_columns<aligned>(row_at(met_rows, taken, met.row_bytes), taken >= 0 ? columns : 0, rows[i]);
+        load_columns<aligned>(row_at(met_others, taken, met.other_bytes), taken >= 0 ? other_columns : 0, others[i]);
+      }
+      T products[kSteps], x[kLaneColumns];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        widen(rows[i], x);
+        products[i] = product_of(my_row, x);
+      }
+      const T product = sum_of_group<kLanes>(products);
+      const T probability = probability_of(product * my_inverse_length * inverse_length, sizes.hash_code_len);
+      const T share = exists ? static_cast<T>(parts) / (sizes.num_hash * probability) : 0;
+      const T key_weight = of_keys ? my_number : met_number;
+      const Remainder<T> remainder(scale * product);
+      const T weight = share * remainder.value;
+      // factors of the rows that are met, and of 1
+      T by_row = 0, by_other = weight * key_weight, by_one = by_other;
+      if constexpr (adds_rows) {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          widen(others[i], x);
+          products[i] = product_of(my_other, x);
+        }
+        // the gradient of the pair's weight
+        const T gradient = sum_of_group<kLanes>(products) + (of_keys ? met_number : my_number);
+        by_row = scale * share * remainder.slope * gradient * key_weight;
+        by_one = weight * gradient;
+      }
+      if (lane % kLanes < kSteps) number_sum += by_one;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        if constexpr (adds_rows) {
+          const T factor = __shfl_sync(kAllLanes, by_row, i, kLanes);
+          widen(rows[i], x);
+#pragma unroll
+          for (int c = 0; c < kLaneColumns; ++c) row_sums[c] += factor * x[c];
+        }
+        if constexpr (adds_others) {
+          const T factor = __shfl_sync(kAllLanes, by_other, i, kLanes);
+          widen(others[i], x);
+#pragma unroll
+          for (int c = 0; c < kLaneColumns; ++c) other_sums[c] += factor * x[c];
+        }
+      }
+    }
+  }
+
+  if constexpr (adds_rows)
+    write_sums<kLanes, aligned>(row_sums, columns, out.rows.at(batch, head_of_batch, row) + column);
+  if constexpr (adds_others) {
+    write_sums<kLanes, aligned>(other_sums, other_columns, out.others.at(batch, head_of_batch, row) + column);
+    number_sum = sum_of_lanes(number_sum, 5);
+    if (lane == 0) out.numbers[my_place] = number_sum;
+  }
+}
+
+template <class In, bool aligned>
+__global__ void __launch_bounds__(kRowThreads)
+    inverse_lengths_kernel(Rows<const In> rows, int32_t H, int32_t count, int32_t columns, int lane_bits,
+                           Accumulator<In>* inverse_length) {
+  using T = Accumulator<In>;
+  const RowPlace place(count, lane_bits, 1);
+  // lanes past the last row stay: the sum of squares is the warp's
+  const bool exists = place.row < count;
+  const int32_t row = exists ? place.row : 0;
+  In part[kLaneColumns];
+  T x[kLaneColumns], square = 0;
+  load_columns<aligned>(rows.at(place.head / H, place.head % H, row) + place.column,
+                        columns_of_lane(columns, place.column), part);
+  widen(part, x);
+  square = sum_of_lanes(product_of(x, x), lane_bits);
+  if (exists && place.lane == 0)
+    inverse_length[int64_t{place.head} * count + row] = square > 0 ? 1 / sqrt(square) : 0;
+}
+
+// The operator's inputs, and launches with them.
+template <class In>
+class Remainders {
+ public:
+  using T = Accumulator<In>;
+
+  Remainders(const Device& device, const Tensor& query, const Tensor& key, const Tensor& value,
+             const Tensor& key_weight, const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
+             double scale)
+      : device_(device), query_codes_(query_codes), key_codes_(key_codes),
+        heads_(count_of(query.size(0) * query.size(1), "heads")), columns_(std::max(query.size(3), value.size(3))),
+        query_lengths_(inverse_lengths(query)), key_lengths_(inverse_lengths(key)) {
+    STD_TORCH_CHECK(columns_ <= kWarp * kLaneColumns, "the CUDA kernels take rows of at most ", kWarp * kLaneColumns,
+                    " columns, got ", columns_);
+    sizes_ = {.H = static_cast<int32_t>(query.size(1)),
+              .num_hash = count_of(query_codes.size(2), "hash functions"),
+              .hash_code_len = static_cast<int32_t>(hash_code_len),
+              .D = static_cast<int32_t>(query.size(3)),
+              .Dv = static_cast<int32_t>(value.size(3)),
+              .table_size = int32_t{1} << (hash_code_len - 1),
+              .wide_codes = query_codes.scalar_type() == ScalarType::Int,
+              .scale = scale};
+    fill(queries_, query, query_lengths_, query_codes);
+    fill(keys_, key, key_lengths_, key_codes);
+    set_others(keys_, value, key_weight);
+    aligned_ = aligned(queries_.rows, sizes_.D) && aligned(keys_.rows, sizes_.D) && aligned(keys_.others, sizes_.Dv);
+  }
+
+  void forward(const Tensor& out, const Tensor& total) {
+    for_heads([&](int64_t heads) {
+      add<Task::kOutput>(heads, queries_, keys_, {{}, mutable_rows_of<T>(out), data_of(total)});
+    });
+  }
+
+  void backward(const Tensor& grad, const Tensor& grad_total, const Tensor& grad_query, const Tensor& grad_key,
+                const Tensor& grad_value, const Tensor& grad_weight) {
+    set_others(queries_, grad, grad_total);
+    aligned_ = aligned_ && aligned(queries_.others, sizes_.Dv);
+    for_heads([&](int64_t heads) {
+      add<Task::kQueries>(heads, queries_, keys_, {mutable_rows_of<In>(grad_query), {}, nullptr});
+      add<Task::kKeys>(heads, keys_, queries_,
+                       {mutable_rows_of<In>(grad_key), mutable_rows_of<In>(grad_value), data_of(grad_weight)});
+    });
+  }
+
+ private:
+  static T* data_of(const Tensor& x) { return static_cast<T*>(x.mutable_data_ptr()); }
+
+  template <class Other>
+  static void fill(Side<In, Other>& side, const Tensor& rows, const Tensor& lengths, const Tensor& codes) {
+    STD_TORCH_CHECK(rows.size(2) <= INT32_MAX / kWarp, "too many rows: ", rows.size(2));
+    side.rows = rows_of<In>(rows);
+    side.row_bytes = row_bytes_of<In>(rows);
+    side.inverse_length = data_of(lengths);
+    side.codes = codes.const_data_ptr();
+    side.count = static_cast<int32_t>(rows.size(2));
+  }
+
+  template <class Other>
+  static void set_others(Side<In, Other>& side, const Tensor& others, const Tensor& numbers) {
+    side.others = rows_of<Other>(others);
+    side.other_bytes = row_bytes_of<Other>(others);
+    side.numbers = static_cast<const T*>(numbers.const_data_ptr());
+  }
+
+  Tensor inverse_lengths(const Tensor& x) const {
+    Tensor lengths = empty_tensor(x, {heads_, x.size(2)}, length_dtype(x));
+    const Rows<const In> rows = rows_of<In>(x);
+    const int lane_bits = lane_bits_for(x.size(3));
+    launch(device_, aligned(rows, x.size(3)) ? inverse_lengths_kernel<In, true> : inverse_lengths_kernel<In, false>,
+           heads_ * blocks_of_head(count_of(x.size(2), "rows"), lane_bits), kRowThreads, 0, rows, x.size(1), x.size(2),
+           x.size(3), lane_bits, data_of(lengths));
+    return lengths;
+  }
+
+  // Sorts the codes of as many heads as there is memory for, and calls add with their number, until all are done.
+  template <class Add>
+  void for_heads(const Add& add) {
+    const int64_t rows = (int64_t{queries_.count} + keys_.count) / 2, bits = sizes_.hash_code_len;
+    const int64_t at_once = heads_at_once(heads_, sizes_.num_hash, rows, bits - 1);
+    for (int64_t first = 0; first < heads_; first += at_once) {
+      const int64_t heads = std::min(at_once, heads_ - first);
+      const SortedCodes query_order = sort_codes<true>(device_, query_codes_, first, heads, bits);
+      const SortedCodes key_order = sort_codes<true>(device_, key_codes_, first, heads, bits);
+      sizes_.first = static_cast<int32_t>(first);
+      const auto set_order = [](auto& side, const SortedCodes& order) {
+        side.order = static_cast<const int32_t*>(order.order.const_data_ptr());
+        side.starts = static_cast<const int32_t*>(order.starts.const_data_ptr());
+      };
+      set_order(queries_, query_order);
+      set_order(keys_, key_order);
+      add(heads);
+    }
+  }
+
+  template <Task task>
+  void add(int64_t heads, const typename TaskOf<In, task>::Mine& mine, const typename TaskOf<In, task>::Met& met,
+           const Sums<In, task>& sums) const {
+    const auto start = [&](auto kernel) {
+      launch(device_, kernel, heads * divide_up(mine.count, kWarps), kThreads, 0, sizes_, mine, met, sums);
+    };
+    // float64 is there to be right
+    if constexpr (sizeof(In) < 8) {
+      if (aligned_ && columns_ <= 8 * kLaneColumns) return start(add_met_rows_kernel<In, 8, true, task>);
+      if (aligned_ && columns_ <= 16 * kLaneColumns) return start(add_met_rows_kernel<In, 16, true, task>);
+      if (aligned_) return start(add_met_rows_kernel<In, 32, true, task>);
+    }
+    start(add_met_rows_kernel<In, 32, false, task>);
+  }
+
+  const Device& device_;
+  const Tensor &query_codes_, &key_codes_;
+  const int64_t heads_, columns_;
+  const Tensor query_lengths_, key_lengths_;
+  Sizes sizes_;
+  Side<In, T> queries_ = {};
+  Side<In, In> keys_ = {};
+  bool aligned_;
+};
+
+// Calls f with a value of x's element type; the sums of float16 rows are not compiled.
+template <class F>
+void dispatch_wide(const Tensor& query, const F& f) {
+  switch (query.scalar_type()) {
+    case ScalarType::Float:
+      return f(float{});
+    case ScalarType::Double:
+      return f(double{});
+    case ScalarType::BFloat16:
+      return f(BFloat16{});
+    default:
+      STD_TORCH_CHECK(false, "query must be bfloat16, float32 or float64 for the CUDA kernels");
+  }
+}
+
+std::tuple<Tensor, Tensor> sampled_remainder_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                  const Tensor& key_weight, const Tensor& query_codes,
+                                                  const Tensor& key_codes, int64_t hash_code_len, double scale) {
+  check_sampled_remainder(query, key, value, key_weight, query_codes, key_codes, hash_code_len, scale);
+  const Device device(value);
+  const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
+  Tensor out = torch::stable::transpose(empty_tensor(value, {B, N, H, value.size(3)}, length_dtype(value)), 1, 2);
+  Tensor total = empty_inverse_length(out, true);
+  const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
+  dispatch_wide(query, [&](auto element) {
+    Remainders<decltype(element)>(device, rows[0], rows[1], rows[2], key_weight, query_codes, key_codes, hash_code_len,
+                                  scale)
+        .forward(out, total);
+  });
+  return {out, total};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cuda(
+    const Tensor& grad, const Tensor& grad_total, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& key_weight, const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
+    double scale) {
+  check_sampled_remainder_backward(grad, grad_total, query, key, value, key_weight, query_codes, key_codes,
+                                   hash_code_len, scale);
+  const Device device(value);
+  const int64_t B = query.size(0), H = query.size(1), M = key.size(2);
+  Tensor grad_query = empty_heads_last(query, B, H, query.size(2), query.size(3));
+  Tensor grad_key = empty_heads_last(key, B, H, M, key.size(3));
+  Tensor grad_value = empty_heads_last(value, B, H, M, value.size(3));
+  Tensor grad_weight = empty_inverse_length(grad_key, true);
+  const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
+  dispatch_wide(query, [&](auto element) {
+    Remainders<decltype(element)>(device, rows[1], rows[2], rows[3], key_weight, query_codes, key_codes, hash_code_len,
+                                  scale)
+        .backward(rows[0], grad_total, grad_query, grad_key, grad_value, grad_weight);
+  });
+  return {grad_query, grad_key, grad_value, grad_weight};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(yoso_hf, YOSO_CUDA_KEY, m) {
+  m.impl("sampled_remainder", TORCH_BOX(&sampled_remainder_cuda));
+  m.impl("sampled_remainder_backward", TORCH_BOX(&sampled_remainder_backward_cuda));
+}
+
+}  // namespace yoso
