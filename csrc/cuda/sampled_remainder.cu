@@ -1,7 +1,8 @@
-// What exp(x) has beyond 1 + x, for x = scale query . key, sampled from the pairs that share a bucket: see reference.py.
-// A warp has a row and adds up all that it meets, in the buckets of all hash functions: queries for the output and for
-// their gradient, keys for theirs. So a sum is in registers until it is done, and in one order. What a row meets is
-// listed with a lane for each hash function, and then taken a few rows at a time, however few a bucket has.
+// What exp(x) has beyond 1 + x, for x = scale query . key, estimated from the pairs that share a bucket. A warp has a
+// row and adds up all that it meets, in the buckets of all hash functions: queries for the output and for their
+// gradient, keys for theirs. So a sum is in registers until it is done, and in one order. What a row meets is listed
+// with a lane for each hash function, and then taken some rows at a time, however few a bucket has. Rows are taken in
+// the order of the first hash function's buckets: those that meet the same rows find them in the same cache.
 #include "angles.h"
 #include "rows.h"
 #include "sort.h"
@@ -9,13 +10,20 @@
 namespace yoso {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+constexpr int kThreads = 128, kWarps = kThreads / kWarp;
 // the keys of a bucket that a query meets, at most, and the queries that meet the same ones
 constexpr int kBucketRows = 64;
 // the largest logarithm of a weight
 constexpr int kMaxLogarithm = 60;
-// rows that a group of lanes reads at the same time
-constexpr int kSteps = 4;
+// blocks that a multiprocessor has at a time: with more, registers would be spilled
+template <class In, bool aligned>
+constexpr int kBlocks = sizeof(In) == 8 ? 1 : sizeof(In) == 2 && aligned ? 4 : 3;
+
+// The inverse length of a row, and the gradient of a query's total or the weight of a key.
+template <class T>
+struct alignas(2 * sizeof(T)) Numbers {
+  T inverse_length, other;
+};
 
 // The queries with the output's gradient, or the keys with the values.
 template <class In, class Other>
@@ -24,8 +32,8 @@ struct Side {
   Rows<const Other> others;
   // from one row to the next
   uint32_t row_bytes, other_bytes;
-  // [B * H, count]: the inverse lengths, and the gradients of queries' totals or the keys' weights
-  const Accumulator<In>*inverse_length, *numbers;
+  // [B * H, count]
+  const Numbers<Accumulator<In>>* numbers;
   // [B * H, m, count]
   const void* codes;
   // [heads, m, count] and [heads, m, table_size + 1], see SortedCodes
@@ -42,6 +50,10 @@ struct Sizes {
 
 // What is added up: of queries the output, or their gradient; or the gradients of keys, of values and of keys' weights.
 enum class Task { kOutput, kQueries, kKeys };
+
+// rows that a group of lanes reads at the same time: as many as registers hold
+template <class In, Task task>
+constexpr int kStepsOf = sizeof(In) == 2 && task == Task::kOutput ? 8 : 4;
 
 template <class In, Task task>
 struct TaskOf {
@@ -129,7 +141,7 @@ __device__ __forceinline__ Meeting meeting_of(const Sizes& sizes, const Mine& mi
 }
 
 // The sums over a group of lanes of kSteps numbers; that of step i in the lanes that are i modulo kSteps.
-template <int kLanes, class T>
+template <int kLanes, int kSteps, class T>
 __device__ __forceinline__ T sum_of_group(const T (&numbers)[kSteps]) {
   const int lane = threadIdx.x % kWarp;
   T sums[kSteps];
@@ -224,22 +236,22 @@ __device__ __forceinline__ void write_sums(T (&sums)[kLaneColumns], int columns,
 
 // Adds up what every row meets. kLanes lanes, a group, have a row that is met.
 template <class In, int kLanes, bool aligned, Task task>
-__global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 1 : 2)
+__global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
     add_met_rows_kernel(Sizes sizes, typename TaskOf<In, task>::Mine mine, typename TaskOf<In, task>::Met met,
                         Sums<In, task> out) {
   using T = Accumulator<In>;
   constexpr bool of_keys = task == Task::kKeys, adds_rows = task != Task::kOutput, adds_others = task != Task::kQueries;
-  constexpr int kGroups = kWarp / kLanes;
+  constexpr int kGroups = kWarp / kLanes, kSteps = kStepsOf<In, task>;
   const int32_t head_blocks = (mine.count - 1) / kWarps + 1, head = blockIdx.x / head_blocks;
-  const int32_t row = (blockIdx.x - head * head_blocks) * kWarps + threadIdx.x / kWarp;
-  if (row >= mine.count) return;
+  const int32_t place = (blockIdx.x - head * head_blocks) * kWarps + threadIdx.x / kWarp;
+  if (place >= mine.count) return;
+  const int32_t row = mine.order[int64_t{head} * sizes.num_hash * mine.count + place];
   const int lane = threadIdx.x % kWarp, group = lane / kLanes, column = lane % kLanes * kLaneColumns;
   const int columns = columns_of_lane(sizes.D, column), other_columns = columns_of_lane(sizes.Dv, column);
   const int32_t batch_head = sizes.first + head, batch = batch_head / sizes.H, head_of_batch = batch_head % sizes.H;
   const In* met_rows = met.rows.at(batch, head_of_batch, 0) + column;
   const auto* met_others = met.others.at(batch, head_of_batch, 0) + column;
-  const T* met_inverse_length = met.inverse_length + int64_t{batch_head} * met.count;
-  const T* met_numbers = met.numbers + int64_t{batch_head} * met.count;
+  const Numbers<T>* all_met_numbers = met.numbers + int64_t{batch_head} * met.count;
   const T scale = static_cast<T>(sizes.scale);
 
   T my_row[kLaneColumns], my_other[kLaneColumns] = {};
@@ -254,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 1 : 2)
     }
   }
   const int64_t my_place = int64_t{batch_head} * mine.count + row;
-  const T my_inverse_length = mine.inverse_length[my_place], my_number = adds_rows ? mine.numbers[my_place] : 0;
+  const Numbers<T> my_numbers = mine.numbers[my_place];
 
   T row_sums[kLaneColumns] = {}, other_sums[kLaneColumns] = {}, number_sum = 0;
   for (int32_t first_hash = 0; first_hash < sizes.num_hash; first_hash += kWarp) {
@@ -282,11 +294,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 1 : 2)
       const int32_t first = __shfl_sync(kAllLanes, meeting.first, hash);
       const int32_t parts = __shfl_sync(kAllLanes, meeting.parts, hash);
       int32_t met_row = -1;
-      T inverse_length = 0, met_number = 0;
+      Numbers<T> met_numbers = {0, 0};
       if (exists) {
         met_row = order[int64_t{hash} * met.count + Meeting::place<of_keys>(first, parts, slot - begin)];
-        inverse_length = met_inverse_length[met_row];
-        met_number = met_numbers[met_row];
+        met_numbers = all_met_numbers[met_row];
       }
 
       In rows[kSteps][kLaneColumns];
@@ -304,9 +315,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 1 : 2)
         products[i] = product_of(my_row, x);
       }
       const T product = sum_of_group<kLanes>(products);
-      const T probability = probability_of(product * my_inverse_length * inverse_length, sizes.hash_code_len);
+      const T probability =
+          probability_of(product * my_numbers.inverse_length * met_numbers.inverse_length, sizes.hash_code_len);
       const T share = exists ? static_cast<T>(parts) / (sizes.num_hash * probability) : 0;
-      const T key_weight = of_keys ? my_number : met_number;
+      const T key_weight = of_keys ? my_numbers.other : met_numbers.other;
       const Remainder<T> remainder(scale * product);
       const T weight = share * remainder.value;
       // factors of the rows that are met, and of 1
@@ -318,7 +330,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 1 : 2)
           products[i] = product_of(my_other, x);
         }
         // the gradient of the pair's weight
-        const T gradient = sum_of_group<kLanes>(products) + (of_keys ? met_number : my_number);
+        const T gradient = sum_of_group<kLanes>(products) + (of_keys ? met_numbers.other : my_numbers.other);
         by_row = scale * share * remainder.slope * gradient * key_weight;
         by_one = weight * gradient;
       }
@@ -352,8 +364,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 1 : 2)
 
 template <class In, bool aligned>
 __global__ void __launch_bounds__(kRowThreads)
-    inverse_lengths_kernel(Rows<const In> rows, int32_t H, int32_t count, int32_t columns, int lane_bits,
-                           Accumulator<In>* inverse_length) {
+    numbers_kernel(Rows<const In> rows, const Accumulator<In>* others, int32_t H, int32_t count, int32_t columns,
+                   int lane_bits, Numbers<Accumulator<In>>* numbers) {
   using T = Accumulator<In>;
   const RowPlace place(count, lane_bits, 1);
   // lanes past the last row stay: the sum of squares is the warp's
@@ -365,22 +377,23 @@ __global__ void __launch_bounds__(kRowThreads)
                         columns_of_lane(columns, place.column), part);
   widen(part, x);
   square = sum_of_lanes(product_of(x, x), lane_bits);
-  if (exists && place.lane == 0)
-    inverse_length[int64_t{place.head} * count + row] = square > 0 ? 1 / sqrt(square) : 0;
+  if (!exists || place.lane != 0) return;
+  const int64_t i = int64_t{place.head} * count + row;
+  numbers[i] = {square > 0 ? 1 / sqrt(square) : 0, others == nullptr ? 0 : others[i]};
 }
 
-// The operator's inputs, and launches with them.
+// The operator's inputs, and launches with them. Without a gradient, for the output only.
 template <class In>
 class Remainders {
  public:
   using T = Accumulator<In>;
 
-  Remainders(const Device& device, const Tensor& query, const Tensor& key, const Tensor& value,
-             const Tensor& key_weight, const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
-             double scale)
+  Remainders(const Device& device, const Tensor* grad, const Tensor* grad_total, const Tensor& query,
+             const Tensor& key, const Tensor& value, const Tensor& key_weight, const Tensor& query_codes,
+             const Tensor& key_codes, int64_t hash_code_len, double scale)
       : device_(device), query_codes_(query_codes), key_codes_(key_codes),
         heads_(count_of(query.size(0) * query.size(1), "heads")), columns_(std::max(query.size(3), value.size(3))),
-        query_lengths_(inverse_lengths(query)), key_lengths_(inverse_lengths(key)) {
+        query_numbers_(numbers_of(query, grad_total)), key_numbers_(numbers_of(key, &key_weight)) {
     STD_TORCH_CHECK(columns_ <= kWarp * kLaneColumns, "the CUDA kernels take rows of at most ", kWarp * kLaneColumns,
                     " columns, got ", columns_);
     sizes_ = {.H = static_cast<int32_t>(query.size(1)),
@@ -391,10 +404,10 @@ class Remainders {
               .table_size = int32_t{1} << (hash_code_len - 1),
               .wide_codes = query_codes.scalar_type() == ScalarType::Int,
               .scale = scale};
-    fill(queries_, query, query_lengths_, query_codes);
-    fill(keys_, key, key_lengths_, key_codes);
-    set_others(keys_, value, key_weight);
-    aligned_ = aligned(queries_.rows, sizes_.D) && aligned(keys_.rows, sizes_.D) && aligned(keys_.others, sizes_.Dv);
+    queries_ = side_of<T>(query, grad, query_numbers_, query_codes);
+    keys_ = side_of<In>(key, &value, key_numbers_, key_codes);
+    aligned_ = aligned(queries_.rows, sizes_.D) && aligned(keys_.rows, sizes_.D) &&
+               aligned(queries_.others, sizes_.Dv) && aligned(keys_.others, sizes_.Dv);
   }
 
   void forward(const Tensor& out, const Tensor& total) {
@@ -403,10 +416,8 @@ class Remainders {
     });
   }
 
-  void backward(const Tensor& grad, const Tensor& grad_total, const Tensor& grad_query, const Tensor& grad_key,
-                const Tensor& grad_value, const Tensor& grad_weight) {
-    set_others(queries_, grad, grad_total);
-    aligned_ = aligned_ && aligned(queries_.others, sizes_.Dv);
+  void backward(const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value,
+                const Tensor& grad_weight) {
     for_heads([&](int64_t heads) {
       add<Task::kQueries>(heads, queries_, keys_, {mutable_rows_of<In>(grad_query), {}, nullptr});
       add<Task::kKeys>(heads, keys_, queries_,
@@ -418,30 +429,29 @@ class Remainders {
   static T* data_of(const Tensor& x) { return static_cast<T*>(x.mutable_data_ptr()); }
 
   template <class Other>
-  static void fill(Side<In, Other>& side, const Tensor& rows, const Tensor& lengths, const Tensor& codes) {
-    STD_TORCH_CHECK(rows.size(2) <= INT32_MAX / kWarp, "too many rows: ", rows.size(2));
-    side.rows = rows_of<In>(rows);
-    side.row_bytes = row_bytes_of<In>(rows);
-    side.inverse_length = data_of(lengths);
-    side.codes = codes.const_data_ptr();
-    side.count = static_cast<int32_t>(rows.size(2));
+  static Side<In, Other> side_of(const Tensor& rows, const Tensor* others, const Tensor& numbers,
+                                 const Tensor& codes) {
+    // what a warp meets in as many hash functions as it has lanes is counted in 32 bits
+    STD_TORCH_CHECK(rows.size(2) < INT32_MAX / kWarp, "too many rows: ", rows.size(2));
+    return {.rows = rows_of<In>(rows),
+            .others = others == nullptr ? Rows<const Other>{} : rows_of<Other>(*others),
+            .row_bytes = row_bytes_of<In>(rows),
+            .other_bytes = others == nullptr ? 0 : row_bytes_of<Other>(*others),
+            .numbers = static_cast<const Numbers<T>*>(numbers.const_data_ptr()),
+            .codes = codes.const_data_ptr(),
+            .count = static_cast<int32_t>(rows.size(2))};
   }
 
-  template <class Other>
-  static void set_others(Side<In, Other>& side, const Tensor& others, const Tensor& numbers) {
-    side.others = rows_of<Other>(others);
-    side.other_bytes = row_bytes_of<Other>(others);
-    side.numbers = static_cast<const T*>(numbers.const_data_ptr());
-  }
-
-  Tensor inverse_lengths(const Tensor& x) const {
-    Tensor lengths = empty_tensor(x, {heads_, x.size(2)}, length_dtype(x));
-    const Rows<const In> rows = rows_of<In>(x);
-    const int lane_bits = lane_bits_for(x.size(3));
-    launch(device_, aligned(rows, x.size(3)) ? inverse_lengths_kernel<In, true> : inverse_lengths_kernel<In, false>,
-           heads_ * blocks_of_head(count_of(x.size(2), "rows"), lane_bits), kRowThreads, 0, rows, x.size(1), x.size(2),
-           x.size(3), lane_bits, data_of(lengths));
-    return lengths;
+  Tensor numbers_of(const Tensor& rows, const Tensor* others) const {
+    const int64_t count = rows.size(2), columns = rows.size(3);
+    const Tensor numbers = empty_tensor(rows, {heads_, count, 2}, length_dtype(rows));
+    const Rows<const In> from = rows_of<In>(rows);
+    const int lane_bits = lane_bits_for(columns);
+    launch(device_, aligned(from, columns) ? numbers_kernel<In, true> : numbers_kernel<In, false>,
+           heads_ * blocks_of_head(count_of(count, "rows"), lane_bits), kRowThreads, 0, from,
+           others == nullptr ? nullptr : static_cast<const T*>(others->const_data_ptr()), rows.size(1), count, columns,
+           lane_bits, static_cast<Numbers<T>*>(numbers.mutable_data_ptr()));
+    return numbers;
   }
 
   // Sorts the codes of as many heads as there is memory for, and calls add with their number, until all are done.
@@ -482,10 +492,10 @@ class Remainders {
   const Device& device_;
   const Tensor &query_codes_, &key_codes_;
   const int64_t heads_, columns_;
-  const Tensor query_lengths_, key_lengths_;
+  const Tensor query_numbers_, key_numbers_;
   Sizes sizes_;
-  Side<In, T> queries_ = {};
-  Side<In, In> keys_ = {};
+  Side<In, T> queries_;
+  Side<In, In> keys_;
   bool aligned_;
 };
 
@@ -514,8 +524,8 @@ std::tuple<Tensor, Tensor> sampled_remainder_cuda(const Tensor& query, const Ten
   Tensor total = empty_inverse_length(out, true);
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_wide(query, [&](auto element) {
-    Remainders<decltype(element)>(device, rows[0], rows[1], rows[2], key_weight, query_codes, key_codes, hash_code_len,
-                                  scale)
+    Remainders<decltype(element)>(device, nullptr, nullptr, rows[0], rows[1], rows[2], key_weight, query_codes,
+                                  key_codes, hash_code_len, scale)
         .forward(out, total);
   });
   return {out, total};
@@ -535,9 +545,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cuda(
   Tensor grad_weight = empty_inverse_length(grad_key, true);
   const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_wide(query, [&](auto element) {
-    Remainders<decltype(element)>(device, rows[1], rows[2], rows[3], key_weight, query_codes, key_codes, hash_code_len,
-                                  scale)
-        .backward(rows[0], grad_total, grad_query, grad_key, grad_value, grad_weight);
+    Remainders<decltype(element)>(device, &rows[0], &grad_total, rows[1], rows[2], rows[3], key_weight, query_codes,
+                                  key_codes, hash_code_len, scale)
+        .backward(grad_query, grad_key, grad_value, grad_weight);
   });
   return {grad_query, grad_key, grad_value, grad_weight};
 }

@@ -13,7 +13,7 @@ constexpr int32_t kSortCounters = 1 << 14;
 
 // For every hash function of some heads, hash function h of head b being list b * m + h:
 struct SortedCodes {
-  // the rows by code, int32 [lists, rows]; what follows the last bucket is unwritten
+  // the rows by code, int32 [lists, rows]; behind the last bucket come those in none if folded, else it is unwritten
   Tensor order;
   // where each code's rows begin, and where the last code's end, int32 [lists, 2^tau + 1], or 2^(tau - 1) if folded
   Tensor starts;
@@ -27,7 +27,7 @@ __device__ __forceinline__ uint32_t bucket_of(int32_t code, uint32_t table_size)
   return fold ? min(bucket, 2 * table_size - 1 - bucket) : bucket;
 }
 
-// A warp sorts a list. Codes outside 0..table_size - 1 are left out.
+// A warp sorts a list. Codes outside 0..table_size - 1 are left out, or come last.
 template <class Code, bool fold>
 __global__ void sort_codes_kernel(const Code* codes, int64_t lists, int64_t rows, int32_t table_size, int32_t* order,
                                   int32_t* starts) {
@@ -88,6 +88,14 @@ __global__ void sort_codes_kernel(const Code* codes, int64_t lists, int64_t rows
     });
   }
   if (lane == 0) starts[table_size] = total;
+  if (!fold || total == rows) return;
+  for (int64_t first = 0; first < rows; first += kWarp) {
+    const int64_t row = first + lane;
+    const bool is_last = row < rows && bucket_of<fold>(codes[row], table_size) >= static_cast<uint32_t>(table_size);
+    const uint32_t last = __ballot_sync(kAllLanes, is_last);
+    if (is_last) order[total + __popc(last & lower_lanes)] = static_cast<int32_t>(row);
+    total += __popc(last);
+  }
 }
 
 // How many heads to sort at a time, so that their buckets' starts take no more memory than rows and codes do.
