@@ -52,8 +52,8 @@ struct Sizes {
 enum class Task { kOutput, kQueries, kKeys };
 
 // rows that a group of lanes reads at the same time: as many as registers hold
-template <class In, Task task>
-constexpr int kStepsOf = sizeof(In) == 2 && task == Task::kOutput ? 8 : 4;
+template <class In, bool aligned, Task task>
+constexpr int kStepsOf = sizeof(In) == 2 && aligned && task == Task::kOutput ? 8 : 4;
 
 template <class In, Task task>
 struct TaskOf {
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
                         Sums<In, task> out) {
   using T = Accumulator<In>;
   constexpr bool of_keys = task == Task::kKeys, adds_rows = task != Task::kOutput, adds_others = task != Task::kQueries;
-  constexpr int kGroups = kWarp / kLanes, kSteps = kStepsOf<In, task>;
+  constexpr int kGroups = kWarp / kLanes, kSteps = kStepsOf<In, aligned, task>;
   const int32_t head_blocks = (mine.count - 1) / kWarps + 1, head = blockIdx.x / head_blocks;
   const int32_t place = (blockIdx.x - head * head_blocks) * kWarps + threadIdx.x / kWarp;
   if (place >= mine.count) return;
