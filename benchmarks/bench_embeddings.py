@@ -46,7 +46,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sampled, tau 13, m 64": SAMPLED,
     "sampled, tau 13, m 32": {**SAMPLED, "yoso_num_hash": 32},
     "sampled, tau 13, m 128": {**SAMPLED, "yoso_num_hash": 128},
-    "sampled, tau 9, m 64": {**SAMPLED, "yoso_hash_code_len": 9},
     "sampled, tau 11, m 64": {**SAMPLED, "yoso_hash_code_len": 11},
     "exact, cosine, tau 9": {**EXACT, **COSINE, "yoso_hash_code_len": 9},
     "exact, cosine, tau 12": {**EXACT, **COSINE, "yoso_hash_code_len": 12},
@@ -254,7 +253,7 @@ def main() -> None:
     parser.add_argument("--train_file", type=Path, required=True, help="what hash_code_len is fitted on")
     parser.add_argument("--fit_sentences", type=int, default=200)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
-    parser.add_argument("--lengths", type=int, nargs="*", default=[128, 512, 1024, 4096])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[128, 512, 2048, 4096, 8192])
     parser.add_argument("--document_file", type=Path, help="without it, no documents are compared")
     parser.add_argument("--max_documents", type=int, default=10, help="as many, evenly spread over the file")
     parser.add_argument("--document_lengths", type=int, nargs="*", default=[512, 1024, 2048, 4096])

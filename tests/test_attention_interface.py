@@ -10,6 +10,7 @@ from transformers.masking_utils import sdpa_mask
 
 from yoso_hf import HashFunctions, YosoConfig, YosoModel, yoso_attention
 from yoso_hf import attention as attention_module
+from yoso_hf.attention import EXACT_TOKENS_PER_HASH
 from yoso_hf.attention_interface import SETTINGS, _kept_hash_parameters, takes_attention, yoso_attention_forward
 from yoso_hf.fitting import fit_hash_code_len
 
@@ -464,10 +465,11 @@ def test_every_layer_has_hash_functions_of_its_own(layer_idx):
 
 def test_long_sequences_are_sampled():
     """Where "auto" samples, two seeds give two results; where it is exact, one."""
-    for length, equal in ((1024, True), (1025, False)):
+    crossing = 64 * EXACT_TOKENS_PER_HASH["softmax"]
+    for length, equal in ((crossing, True), (crossing + 1, False)):
         ids = tokens(1, length)
         outputs = [
-            build("bert", "yoso", max_position_embeddings=1025, yoso_hash_seed=seed)(ids).last_hidden_state
+            build("bert", "yoso", max_position_embeddings=crossing + 1, yoso_hash_seed=seed)(ids).last_hidden_state
             for seed in (0, 1)
         ]
         assert torch.equal(*outputs) == equal

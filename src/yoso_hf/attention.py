@@ -39,10 +39,10 @@ NUM_HEAVY_KEYS = 64
 # CPUs in float32. "cosine": that at which "yoso" and "yoso expectation" cross, m = 32, tau = 9, D = 64, between that
 # of the forward and that of forward with backward, by
 #     python benchmarks/bench_attention.py --groups lengths --lengths 256 320 384 512 --output crossing.json
-# "softmax": 18 m is where the two cross in the forward, D = 32; less, as larger heads and a backward cross before; by
-#     python benchmarks/bench_embeddings.py --settings exact "sampled, tau 13, m 64" --lengths 896 1024 1152 1280
-# with the model and the files of its docstring.
-EXACT_TOKENS_PER_HASH = {"cosine": 11, "softmax": 16}
+# "softmax": 48 m is where the two cross in the forward with D = 32, and 28 m with D = 64, by
+#     python benchmarks/bench_embeddings.py --settings softmax exact "sampled, tau 13, m 64" --lengths 2048 2560 3072
+# with models and the files of its docstring; at 40 m both take less time than softmax with either.
+EXACT_TOKENS_PER_HASH = {"cosine": 11, "softmax": 40}
 
 if torch.__version__ >= "2.13":
     from torch.compiler import is_exporting
