@@ -7,6 +7,10 @@ namespace {
 
 // the keys of a bucket that a query meets at most, and the queries that meet the same ones
 constexpr int64_t kBucketRows = 64;
+// buckets of at most this many pairs are not multiplied one by one: their pairs are listed
+constexpr int64_t kFewPairs = 16;
+// the longest list
+constexpr int64_t kListedPairs = 256;
 // the largest logarithm of a weight, and the smallest that counts
 constexpr double kMaxLogarithm = 60, kMinLogarithm = -87;
 
@@ -204,6 +208,68 @@ YOSO_INLINE void add_tile(Sizes sizes, RemainderRows<T>& queries, const int32_t*
   }
 }
 
+// Products of the rows of each pair of a list, from these columns on.
+template <class V, class T = Element<V>>
+YOSO_INLINE void multiply_pairs(int64_t columns, const T* queries, int64_t query_stride, const int32_t* query_of,
+                                const T* keys, int64_t key_stride, const int32_t* key_of, int64_t count, T* products) {
+  constexpr int64_t L = kLanes<V>;
+  for (int64_t first = 0; first < count; first += L) {
+    V sums[L];
+    for (int64_t p = 0; p < L; ++p) {
+      const T *query = queries + query_of[first + p] * query_stride, *key = keys + key_of[first + p] * key_stride;
+      V sum = {};
+      for (int64_t c = 0; c < columns; c += L) sum += load<V>(query + c) * load<V>(key + c);
+      sums[p] = sum;
+    }
+    store_sums(sums, products + first);
+  }
+}
+
+// Adds what the pairs of a list give. The loops of a small bucket are too short to be foretold, and the sum over lanes
+// of a product of two rows is waited for; here those of as many pairs as there are lanes are taken together.
+template <class V, bool backward, class Sizes, class T>
+YOSO_INLINE void add_listed_pairs(Sizes sizes, RemainderRows<T>& queries, int32_t* query_of, RemainderRows<T>& keys,
+                                  int32_t* key_of, int64_t count, const RemainderNumbers<T>& numbers, int64_t tau,
+                                  T scale, T share, Tile<T>& tile) {
+  constexpr int64_t L = kLanes<V>;
+  const auto D = sizes.columns, Dv = sizes.value_columns;
+  if (count == 0) return;
+  const int64_t size = padded(count), query_stride = queries.stride, key_stride = keys.stride;
+  T *query_rows = queries.rows.data(), *key_rows = keys.rows.data();
+  for (int64_t p = count; p < size; ++p) {
+    query_of[p] = query_of[count - 1];
+    key_of[p] = key_of[count - 1];
+  }
+  multiply_pairs<V>(D, query_rows, query_stride, query_of, key_rows, key_stride, key_of, size, tile.products);
+  for (int64_t p = 0; p < size; ++p)
+    tile.weights[p] = tile.products[p] * queries.inverse[query_of[p]] * keys.inverse[key_of[p]];
+  weigh<backward>(tile, size, tau, scale, share);
+  if constexpr (backward)
+    multiply_pairs<V>(Dv, query_rows + D, query_stride, query_of, key_rows + D, key_stride, key_of, size,
+                      tile.products);
+  for (int64_t p = 0; p < count; ++p) {
+    const int64_t q = query_of[p], k = key_of[p];
+    const T weight = tile.weights[p] * numbers.key_weight[k];
+    T *query = query_rows + q * query_stride, *key = key_rows + k * key_stride;
+    if constexpr (!backward) {
+      numbers.total[q] += weight;
+      for (int64_t c = 0; c < Dv; c += L)
+        store<V>(query + D + c, load<V>(query + D + c) + weight * load<V>(key + D + c));
+    } else {
+      const T product = tile.products[p] + numbers.grad_total[q];
+      const T slope = tile.slopes[p] * product * numbers.key_weight[k];
+      numbers.grad_weight[k] += tile.weights[p] * product;
+      T *query_sum = query + D + Dv, *key_sum = key + D + Dv, *value_sum = key_sum + D;
+      for (int64_t c = 0; c < D; c += L) {
+        store<V>(query_sum + c, load<V>(query_sum + c) + slope * load<V>(key + c));
+        store<V>(key_sum + c, load<V>(key_sum + c) + slope * load<V>(query + c));
+      }
+      for (int64_t c = 0; c < Dv; c += L)
+        store<V>(value_sum + c, load<V>(value_sum + c) + weight * load<V>(query + D + c));
+    }
+  }
+}
+
 // Which of a bucket's parts its first queries meet: another one in every bucket and for every hash function.
 YOSO_INLINE int64_t chance(int64_t bucket, int64_t hash) {
   return static_cast<uint32_t>((bucket + 1) * (hash + 1) * 2654435761u) >> 16;
@@ -216,7 +282,32 @@ YOSO_INLINE void add_buckets(Sizes sizes, RemainderRows<T>& queries, RemainderRo
                              int64_t end, int64_t tau, T scale, Tile<T>& tile, int32_t* listed) {
   const int32_t *query_ends = queries.buckets.ends(hash), *key_ends = keys.buckets.ends(hash);
   const int32_t *query_order = queries.buckets.order(hash), *key_order = keys.buckets.order(hash);
-  const int64_t count = shared_buckets(query_ends, key_ends, begin, end, listed);
+  const int64_t num_shared = shared_buckets(query_ends, key_ends, begin, end, listed);
+  alignas(64) int32_t query_of[kListedPairs + kFewPairs], key_of[kListedPairs + kFewPairs];
+  const auto add_pairs = [&](int64_t num_pairs) YOSO_INLINE_LAMBDA {
+    add_listed_pairs<V, backward>(sizes, queries, query_of, keys, key_of, num_pairs, numbers, tau, scale,
+                                  T{1} / num_hash, tile);
+  };
+  int64_t num_pairs = 0, count = 0;
+  for (int64_t i = 0; i < num_shared; ++i) {
+    const int32_t bucket = listed[i];
+    const int32_t first_q = begin_of_bucket(query_ends, bucket), first_k = begin_of_bucket(key_ends, bucket);
+    const int32_t nq = query_ends[bucket] - first_q, nk = key_ends[bucket] - first_k;
+    if (int64_t{nq} * nk > kFewPairs) {
+      listed[count++] = bucket;
+      continue;
+    }
+    for (int32_t k = 0; k < nk; ++k)
+      for (int32_t q = 0; q < nq; ++q, ++num_pairs) {
+        query_of[num_pairs] = query_order[first_q + q];
+        key_of[num_pairs] = key_order[first_k + k];
+      }
+    if (num_pairs > kListedPairs - kFewPairs) {
+      add_pairs(num_pairs);
+      num_pairs = 0;
+    }
+  }
+  add_pairs(num_pairs);
   Ahead<T, int64_t> ahead{queries.rows.data(), keys.rows.data(), queries.stride, keys.stride};
   for (int64_t i = 0; i < count; ++i) {
     if (i + 1 < count) {
