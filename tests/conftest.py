@@ -2,6 +2,9 @@
 
 import os
 
+# threads that wait would take the cores from other processes, such as the other half of the tests
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 
