@@ -29,8 +29,16 @@ CAPABILITIES = ("default", "avx2", "avx512")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+# half of the time, in loops that one head and three go through too, and for what no instruction set should change
+LONG = "(same_bits_whatever and heads2 or out_of_memory)"
+
+
+@pytest.mark.parametrize(
+    "selected",
+    [pytest.param(f"not {LONG}", id="most"), pytest.param(LONG, id="the long ones", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_forced_instruction_sets_pass_the_same_tests(capability):
+def test_forced_instruction_sets_pass_the_same_tests(capability, selected):
     """In a process of its own, since the choice is made once."""
     if CAPABILITIES.index(capability) >= CAPABILITIES.index(_C.cpu_capability):
         pytest.skip("this process runs it, or the processor cannot")
@@ -50,7 +58,7 @@ def test_forced_instruction_sets_pass_the_same_tests(capability):
         "-q",
         "-x",
         "-k",
-        leave_out,
+        f"{leave_out} and {selected}",
         "-p",
         "no:cacheprovider",
     ]
