@@ -28,29 +28,37 @@ struct BFloat16 {
   explicit operator float() const { return std::bit_cast<float>(uint32_t{bits} << 16); }
 };
 
-PTX_INLINE void count(unsigned stretch) {
-  if (__builtin_expect(emulator::counts_stretches, false)) ++emulator::block.thread().stretch_counts[stretch];
-}
+// Always, where nobody reads it too: g++ would take longer for a branch in every stretch.
+PTX_INLINE void count(unsigned stretch) { ++emulator::stretch_counts[stretch]; }
 
 // Memory. Global addresses are the CPU's own; a block's shared memory begins at 0.
+
+// What few accesses need is a call, behind one branch, since kernels have thousands of accesses to compile.
+template <unsigned bytes, Access access>
+[[gnu::noinline, gnu::cold]] void look_at(uint64_t address, const char* place) {
+  emulator::look_at(access, reinterpret_cast<const void*>(address), bytes, place);
+}
+template <unsigned bytes, Access access>
+[[gnu::noinline, gnu::cold]] void look_at_shared(uint32_t offset, const char* place) {
+  if (uint64_t{offset} + bytes > emulator::block.shared_bytes)
+    emulator::fail("an address past the shared memory", place);
+  emulator::look_at(access, emulator::shared_memory + offset, bytes, place);
+}
 
 template <class T, unsigned count, Access access>
 PTX_INLINE T* memory_at(uint64_t address, const char* place) {
   constexpr unsigned bytes = count * sizeof(T);
-  const bool ordinary = access != Access::kAdd && address % bytes == 0 && emulator::watcher == nullptr;
-  if (__builtin_expect(!ordinary, false))
-    emulator::look_at(access, reinterpret_cast<const void*>(address), bytes, place);
+  const bool looks = (access == Access::kAdd) | (address % bytes != 0) | (emulator::watcher != nullptr);
+  if (__builtin_expect(looks, false)) look_at<bytes, access>(address, place);
   return reinterpret_cast<T*>(address);
 }
 template <class T, unsigned count, Access access>
 PTX_INLINE T* shared_at(uint32_t offset, const char* place) {
   constexpr unsigned bytes = count * sizeof(T);
-  unsigned char* const address = emulator::shared_memory + offset;
-  if (__builtin_expect(uint64_t{offset} + bytes > emulator::block.shared_bytes, false))
-    emulator::fail("an address past the shared memory", place);
-  if (__builtin_expect(offset % bytes != 0 || emulator::watcher != nullptr, false))
-    emulator::look_at(access, address, bytes, place);
-  return reinterpret_cast<T*>(address);
+  const bool outside = uint64_t{offset} + bytes > emulator::block.shared_bytes;
+  const bool looks = outside | (offset % bytes != 0) | (emulator::watcher != nullptr);
+  if (__builtin_expect(looks, false)) look_at_shared<bytes, access>(offset, place);
+  return reinterpret_cast<T*>(emulator::shared_memory + offset);
 }
 PTX_INLINE uint64_t from_shared(uint64_t offset) {
   return reinterpret_cast<uint64_t>(emulator::shared_memory) + offset;
@@ -279,22 +287,36 @@ std::array<uint32_t, 4> load_matrices(const uint16_t* row, int operation) {
 template <class T>
 std::array<float, 4> multiply_matrices(const std::array<uint32_t, 4>& a, const std::array<uint32_t, 2>& b,
                                        const std::array<float, 4>& c, int operation) {
+  // Every lane converts its own numbers, once, and arrays have no functions, which -Og would call: the tests spend much
+  // of their time here.
   struct Operands {
-    std::array<uint32_t, 4> a;
-    std::array<uint32_t, 2> b;
-  };
-  const auto element = [](uint32_t pair, unsigned k) {
+    float a[8], b[4];
+  } operands;
+  const auto number = [](uint32_t pair, unsigned k) {
     return static_cast<float>(T{static_cast<uint16_t>(pair >> 16 * (k % 2))});
   };
-  return emulator::exchange(~0u, operation, Operands{a, b}, [&] {
-    std::array<float, 4> result = c;
-    for (unsigned r = 0; r < 4; ++r) {
-      const unsigned i = emulator::lane() / 4 + 8 * (r / 2), j = emulator::lane() % 4 * 2 + r % 2;
-      for (unsigned k = 0; k < 16; ++k) {
-        const auto& left = emulator::peer<Operands>(4 * (i % 8) + k % 8 / 2);
-        const auto& right = emulator::peer<Operands>(4 * j + k % 8 / 2);
-        result[r] += element(left.a[i / 8 + 2 * (k / 8)], k) * element(right.b[k / 8], k);
+  for (unsigned k = 0; k < 8; ++k) operands.a[k] = number(a[k / 2], k);
+  for (unsigned k = 0; k < 4; ++k) operands.b[k] = number(b[k / 2], k);
+  return emulator::exchange(~0u, operation, operands, [&] {
+    const unsigned i = emulator::lane() / 4, j = emulator::lane() % 4 * 2;
+    float left[2][16], right[2][16];
+    for (unsigned half = 0; half < 2; ++half) {
+      for (unsigned pair = 0; pair < 4; ++pair) {
+        const float* const row = emulator::peer<Operands>(4 * i + pair).a + 2 * half;
+        const float* const column = emulator::peer<Operands>(4 * (j + half) + pair).b;
+        for (unsigned k = 0; k < 2; ++k) {
+          left[half][2 * pair + k] = row[k];
+          left[half][2 * pair + k + 8] = row[k + 4];
+          right[half][2 * pair + k] = column[k];
+          right[half][2 * pair + k + 8] = column[k + 2];
+        }
       }
+    }
+    std::array<float, 4> result;
+    for (unsigned r = 0; r < 4; ++r) {
+      float sum = c[r];
+      for (unsigned k = 0; k < 16; ++k) sum += left[r / 2][k] * right[r % 2][k];
+      result[r] = sum;
     }
     return result;
   });

@@ -68,6 +68,8 @@ const bool reverse = is_reverse();
 void run_block() {
   const unsigned count = block_size.x * block_size.y * block_size.z;
   block.threads.assign(count, {});
+  static std::vector<unsigned> unread_counts;
+  unread_counts.resize(std::max(unread_counts.size(), block.kernel->stretches.size()));
   if (counts_stretches)
     for (Thread& thread : block.threads) thread.stretch_counts.resize(block.kernel->stretches.size());
   block.warps.assign((count + 31) / 32, {});
@@ -90,6 +92,7 @@ void run_block() {
       const unsigned i = reverse ? count - 1 - step : step;
       if (block.threads[i].done || block.threads[i].waits()) continue;
       block.current = i;
+      stretch_counts = (counts_stretches ? block.threads[i].stretch_counts : unread_counts).data();
       thread_index = {i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
       yoso_emulator_switch(&block.scheduler, block.threads[i].stack_pointer);
     }

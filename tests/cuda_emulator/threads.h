@@ -118,6 +118,8 @@ struct Watcher {
 extern const Watcher races, traffic;
 inline const Watcher* watcher = nullptr;
 inline bool counts_stretches = false;
+// the running thread's counts, or a place for all that nobody reads
+inline unsigned* stretch_counts = nullptr;
 
 // Ends the process.
 [[noreturn]] void fail(const char* what, const char* place = "");
