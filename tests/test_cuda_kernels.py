@@ -56,6 +56,7 @@ def test_emulated_kernels_pass_the_tests_of_the_kernels(emulated_kernels):
     run_emulated(emulated_kernels, PASS_TESTS, *tests, "-k", leave_out)
 
 
+@pytest.mark.slow
 @needs_emulator
 def test_kernels_of_smaller_gpus_pass_the_tests_of_the_kernels(tmp_path):
     """Less shared memory, no launch that starts early, and additions of one number at a time."""
@@ -95,21 +96,33 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     ("kernel", "file", "line", "instead", "message"),
     [
         ("sampled_attention", "sort.h", "      __syncwarp();", ";", "sort.h:.* a race"),
-        (
-            "sampled_attention",
-            "sampled_attention.cu",
-            "first_column + copied_column >= p.row_columns",
-            "false",
-            "outside of all tensors",
+        # the others take nvcc and g++ as long again
+        *(
+            pytest.param(*mistake, marks=pytest.mark.slow)
+            for mistake in (
+                (
+                    "sampled_attention",
+                    "sampled_attention.cu",
+                    "first_column + copied_column >= p.row_columns",
+                    "false",
+                    "outside of all tensors",
+                ),
+                (
+                    "sampled_attention_backward",
+                    "buckets_mma.h",
+                    "    wait_for_launches_before();",
+                    ";",
+                    "waiting for",
+                ),
+                (
+                    "sampled_attention_backward",
+                    "mma.h",
+                    "%6, %7}, {%8, %9}",
+                    "%7, %6}, {%8, %9}",
+                    "in assert_as_accurate_as",
+                ),
+            )
         ),
-        (
-            "sampled_attention_backward",
-            "buckets_mma.h",
-            "    wait_for_launches_before();",
-            ";",
-            "waiting for",
-        ),
-        ("sampled_attention_backward", "mma.h", "%6, %7}, {%8, %9}", "%7, %6}, {%8, %9}", "in assert_as_accurate_as"),
     ],
 )
 def test_a_mistake_is_found(kernel, file, line, instead, message, tmp_path, monkeypatch):
