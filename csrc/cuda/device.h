@@ -170,4 +170,19 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Calls f with a value of query's element type; float16 has too few exponents for weights that are not scaled.
+template <class F>
+void dispatch_wide(const Tensor& query, const F& f) {
+  switch (query.scalar_type()) {
+    case ScalarType::Float:
+      return f(float{});
+    case ScalarType::Double:
+      return f(double{});
+    case ScalarType::BFloat16:
+      return f(BFloat16{});
+    default:
+      STD_TORCH_CHECK(false, "query must be bfloat16, float32 or float64 for the CUDA kernels");
+  }
+}
+
 }  // namespace yoso

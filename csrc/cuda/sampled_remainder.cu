@@ -499,21 +499,6 @@ class Remainders {
   bool aligned_;
 };
 
-// Calls f with a value of x's element type; the sums of float16 rows are not compiled.
-template <class F>
-void dispatch_wide(const Tensor& query, const F& f) {
-  switch (query.scalar_type()) {
-    case ScalarType::Float:
-      return f(float{});
-    case ScalarType::Double:
-      return f(double{});
-    case ScalarType::BFloat16:
-      return f(BFloat16{});
-    default:
-      STD_TORCH_CHECK(false, "query must be bfloat16, float32 or float64 for the CUDA kernels");
-  }
-}
-
 std::tuple<Tensor, Tensor> sampled_remainder_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
                                                   const Tensor& key_weight, const Tensor& query_codes,
                                                   const Tensor& key_codes, int64_t hash_code_len, double scale) {

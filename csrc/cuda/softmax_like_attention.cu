@@ -343,21 +343,6 @@ class CentredRows {
   Heads heads_;
 };
 
-// Calls f with a value of x's element type; float16 has too few exponents for weights that are not scaled.
-template <class F>
-void dispatch_wide(const Tensor& query, const F& f) {
-  switch (query.scalar_type()) {
-    case ScalarType::Float:
-      return f(float{});
-    case ScalarType::Double:
-      return f(double{});
-    case ScalarType::BFloat16:
-      return f(BFloat16{});
-    default:
-      STD_TORCH_CHECK(false, "query must be bfloat16, float32 or float64 for the CUDA kernels");
-  }
-}
-
 std::tuple<Tensor, Tensor> softmax_like_attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
                                                        const std::optional<Tensor>& key_mask, double scale) {
   check_softmax_like(query, key, value, key_mask, scale);
