@@ -561,8 +561,11 @@ def test_activations_computed_again(tool, gradient_checkpointing, monkeypatch):
 # torch.export and ONNX
 
 
-def dynamic_shapes(inputs):
-    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=MAX_LENGTH)}
+SAMPLED_SOFTMAX = {"use_expectation": False, "similarity": "softmax", "normalization": "sum"}
+
+
+def dynamic_shapes(inputs, min_length=None):
+    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=min_length, max=MAX_LENGTH)}
     return dict.fromkeys(inputs, sizes)
 
 
@@ -579,6 +582,17 @@ def test_export(mode, model_class, tmp_path):
         inputs, _ = make_batch(length, length // 2)
         inputs = {name: torch.cat([tensor, tensor[:1]]) for name, tensor in inputs.items()}
         assert_near(exported(**inputs)[0], model(**inputs)[0])
+
+
+@torch.no_grad()
+def test_export_of_samples_of_softmax():
+    model = make_model(YosoModel, num_hidden_layers=1, **SAMPLED_SOFTMAX)
+    inputs, _ = make_batch(100, 50)
+    # as many as there are keys that are not sampled
+    exported = torch.export.export(model, (), inputs, dynamic_shapes=dynamic_shapes(inputs, 64)).module()
+    for length in (64, 300):
+        inputs, mask = make_batch(length, length // 2)
+        assert_near(exported(**inputs)[0][mask], model(**inputs)[0][mask])
 
 
 def test_export_refuses_a_floating_point_mask():
@@ -613,11 +627,18 @@ def test_onnx_refuses_auto_with_a_dynamic_length(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_onnx_refuses_near_pairs(tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "operator"),
+    [
+        ({"use_expectation": False, "local_window": 2}, "local_attention"),
+        (SAMPLED_SOFTMAX, "sampled_remainder"),
+    ],
+)
+def test_onnx_refuses_what_has_no_graph(settings, operator, tmp_path):
     pytest.importorskip("onnxscript")
-    model = make_model(YosoModel, num_hidden_layers=1, use_expectation=False, local_window=2)
+    model = make_model(YosoModel, num_hidden_layers=1, **settings)
     inputs, _ = make_batch()
-    with pytest.raises(torch.onnx.OnnxExporterError, match=r"yoso_hf\.local_attention"):
+    with pytest.raises(torch.onnx.OnnxExporterError, match=rf"yoso_hf\.{operator}"):
         torch.onnx.export(model, (), tmp_path / "x", kwargs=inputs, dynamo=True, verbose=False)
 
 

@@ -73,6 +73,17 @@ def test_settings_are_those_of_the_configuration():
     assert "(`auto`)" in auto["attention (`use_expectation`)"] and "hash functions, m (`num_hash`)" in auto
 
 
+def test_card_in_place_of_softmax_claims_nothing_of_the_paper_s_weights():
+    cosine = make_card()
+    assert "## Speed" in cosine.text and "collisions" in cosine.text
+    softmax = make_card(similarity="softmax", normalization="sum", use_expectation="auto")
+    assert "## Speed" not in softmax.text and "collisions" not in softmax.text
+    length = "bits of a hash code, tau (`hash_code_len`)"
+    assert length in settings(softmax)
+    assert length not in settings(make_card(similarity="softmax", normalization="sum", use_expectation=True))
+    assert length in settings(make_card(use_expectation=True))
+
+
 def test_number_of_parameters():
     model = YosoForMaskedLM(YosoConfig(**SIZES))
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -71,17 +71,19 @@ With neither, transformers loads a Yoso class of its own without a word. It igno
 changes its outputs, and `similarity` and `normalization`, which it does not know; on a CPU it cannot run sampled
 attention, and it refuses `use_expectation="auto"` and a `hash_code_len` by head.
 {sections}
+## Citation
+
+Zhanpeng Zeng, Yunyang Xiong, Sathya N. Ravi, Shailesh Acharya, Glenn Fung, Vikas Singh: You Only Sample (Almost) Once:
+Linear Cost Self-Attention Via Bernoulli Sampling. ICML 2021. [arXiv:2111.09714](https://arxiv.org/abs/2111.09714)
+"""
+
+SPEED_TEXT = """
 ## Speed
 
 Attention of yoso-hf's compiled kernels, times as fast as softmax (PyTorch's `scaled_dot_product_attention`):
 `[1, 12, N, 64]`, float32, m = 32, tau = 9, two cores of an AMD EPYC (Zen 5, AVX-512), yoso-hf at commit {commit}.
 
 {speed}
-
-## Citation
-
-Zhanpeng Zeng, Yunyang Xiong, Sathya N. Ravi, Shailesh Acharya, Glenn Fung, Vikas Singh: You Only Sample (Almost) Once:
-Linear Cost Self-Attention Via Bernoulli Sampling. ICML 2021. [arXiv:2111.09714](https://arxiv.org/abs/2111.09714)
 """
 
 
@@ -105,7 +107,7 @@ def auto_class_of(model: YosoPreTrainedModel) -> str:
 
 
 def model_card(model: YosoPreTrainedModel, repo_id: str, *, training: str | None = None, **metadata: Any) -> ModelCard:
-    """Describes a checkpoint: its attention, how it is loaded, its training and the speed of the package.
+    """Describes a checkpoint: its attention, how it is loaded, its training and, of cosine similarity, the speed.
 
     Args:
         model: the model.
@@ -139,7 +141,10 @@ def model_card(model: YosoPreTrainedModel, repo_id: str, *, training: str | None
         )
     if training:
         sections += f"\n## Training\n\n{training}\n"
-    header = ("attention", "pass", *(f"N = {length}" for length in SPEED_LENGTHS))
+    if model.config.similarity == "cosine":
+        header = ("attention", "pass", *(f"N = {length}" for length in SPEED_LENGTHS))
+        speed = _table(header, [(*case, *ratios) for case, ratios in SPEED.items()])
+        sections += SPEED_TEXT.format(commit=SPEED_COMMIT, speed=speed)
     return ModelCard(
         TEXT.format(
             metadata=data.to_yaml(),
@@ -149,16 +154,15 @@ def model_card(model: YosoPreTrainedModel, repo_id: str, *, training: str | None
             auto_class=auto_class,
             repo_id=repo_id,
             sections=sections,
-            commit=SPEED_COMMIT,
-            speed=_table(header, [(*case, *ratios) for case, ratios in SPEED.items()]),
         )
     )
 
 
 def _summary(model: YosoPreTrainedModel) -> str:
+    weights = {"cosine": "whose weights are collisions of random hash codes", "softmax": "in place of softmax's"}
     return (
-        f"A {type(model).__name__}: a transformer encoder with YOSO attention, whose weights are collisions of random "
-        f"hash codes, for sequences of up to {model.config.max_position_embeddings} tokens."
+        f"A {type(model).__name__}: a transformer encoder with YOSO attention, {weights[model.config.similarity]}, "
+        f"for sequences of up to {model.config.max_position_embeddings} tokens."
     )
 
 
@@ -189,7 +193,9 @@ def _settings(model: YosoPreTrainedModel) -> dict[str, Any]:
     }
     if config.use_expectation is True:
         # nothing is hashed
-        of_samples = ("num_hash", "use_fast_hash", "hash_seed", "local_window")
+        of_samples = ["num_hash", "use_fast_hash", "hash_seed", "local_window"]
+        if config.similarity == "softmax":
+            of_samples.append("hash_code_len")
         for name in [name for name in settings if any(key in name for key in of_samples)]:
             del settings[name]
     return settings
