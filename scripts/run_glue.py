@@ -90,7 +90,7 @@ class GlueArguments:
         metadata={"help": "values to change in the model's configuration: num_hash=64,use_expectation=false"},
     )
     attn_implementation: str | None = field(
-        default=None, metadata={"help": "attention of models that let it be chosen: eager, sdpa, ..."}
+        default=None, metadata={"help": "attention of models that let it be chosen: yoso, yoso_expectation, sdpa, ..."}
     )
     task_name: str | None = field(default=None, metadata={"help": "the GLUE task", "choices": list(TASKS)})
     train_file: str | None = field(default=None, metadata={"help": "csv, json, jsonl or parquet instead of the hub"})

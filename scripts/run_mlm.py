@@ -103,7 +103,7 @@ class MLMArguments:
         metadata={"help": "values to change in the model's configuration: num_hash=64,use_expectation=false"},
     )
     attn_implementation: str | None = field(
-        default=None, metadata={"help": "attention of models that let it be chosen: eager, sdpa, ..."}
+        default=None, metadata={"help": "attention of models that let it be chosen: yoso, yoso_expectation, sdpa, ..."}
     )
     tokenizer_name: str | None = field(default=None, metadata={"help": "default: model_name_or_path"})
     train_tokenizer: bool = field(

@@ -14,6 +14,11 @@ if "YOSO_TEST_DEVICE" in os.environ:
     torch.set_default_device(os.environ["YOSO_TEST_DEVICE"])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # the longest first, so that nothing is left to wait for when all others are done
+    items.sort(key=lambda item: item.path.name != "test_cuda_kernels.py")
+
+
 @pytest.fixture
 def generator() -> torch.Generator:
     """What random numbers on the default device come from."""

@@ -40,7 +40,8 @@ NUM_HEAVY_KEYS = 64
 # of the forward and that of forward with backward, by
 #     python benchmarks/bench_attention.py --groups lengths --lengths 256 320 384 512 --output crossing.json
 # "softmax": 48 m is where the two cross in the forward with D = 32, and 28 m with D = 64, by
-#     python benchmarks/bench_embeddings.py --settings softmax exact "sampled, tau 13, m 64" --lengths 2048 2560 3072
+#     python benchmarks/bench_embeddings.py --settings softmax exact "sampled, tau 13, m 64" \
+#         --lengths 2048 2560 3072 --output crossing.json
 # with models and the files of its docstring; at 40 m both take less time than softmax with either.
 EXACT_TOKENS_PER_HASH = {"cosine": 11, "softmax": 40}
 
@@ -73,8 +74,8 @@ def exact_is_cheaper(
     # strict export, which hides from this code whether a length is dynamic, is refused altogether
     if is_exporting() and (dynamic or torch.compiler.is_dynamo_compiling()):
         raise ValueError(
-            'expectation="auto" (of a model: use_expectation="auto") cannot be exported with a dynamic length '
-            "or strict=True: choose True or False, or export a fixed length with strict=False"
+            'expectation="auto" (use_expectation of a model, yoso_use_expectation of an encoder) cannot be exported '
+            "with a dynamic length or strict=True: choose True or False, or export a fixed length with strict=False"
         )
     # one rule with and without gradients: checkpointing runs a layer both ways, and must compute the same twice
     return 2 * num_queries * num_keys <= EXACT_TOKENS_PER_HASH[similarity] * (num_queries + num_keys) * num_hash
@@ -101,8 +102,8 @@ def yoso_attention(
     A key's value is added to a query's output for the share of the hash functions that give both the same code. In
     expectation that is (1 - acos(x) / pi)^hash_code_len, x the cosine of query and key. Lengths of query and key do
     not matter. A vector of length zero has cosine 0 with every other; where sampled, two of them share all codes. A
-    NaN in query or key makes exact weights NaN, and sampled ones only different. Second derivatives are refused, and
-    those of forward mode (torch.func.jvp).
+    NaN in query or key makes exact weights and those of similarity="softmax" NaN, and others only different. Second
+    derivatives are refused, and those of forward mode (torch.func.jvp).
 
     Args:
         query: [B, H, N, D], float16, bfloat16, float32 or float64; N, D >= 1.
@@ -112,9 +113,9 @@ def yoso_attention(
         hash_code_len: tau, bits of a code, 1..16, or 1..32 with expectation=True: the higher, the sharper the
             attention. A list of H numbers gives every head its own.
         num_hash: m, the number of hash functions, >= 1: the higher, the less noise, at a cost in proportion.
-        expectation: True for the expectation itself: O(N M) time, O(N + M) memory, no randomness. "auto": the
-            same where exact_is_cheaper says so, else sampled; padding counts there, so an output may depend on how
-            far its inputs are padded.
+        expectation: True for the expectation itself, or with similarity="softmax" what is close to it: O(N M) time,
+            O(N + M) memory, no randomness. "auto": the same where exact_is_cheaper says so, else sampled; padding
+            counts there, so an output may depend on how far its inputs are padded.
         hash_functions: the hash functions, whose sizes replace num_hash and hash_code_len; None: drawn from torch's
             global generator. With a list in hash_code_len, a head's codes are their first so many bits. Nothing
             is drawn or hashed where the expectation is computed.
@@ -385,7 +386,10 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
 
 
 def _check_sampled_softmax(hash_code_len, backward, local_window) -> None:
-    note = 'unless expectation=True, as samples of similarity="softmax" have no other'
+    note = (
+        "unless expectation=True (use_expectation of a model, yoso_use_expectation of an encoder): "
+        'samples of similarity="softmax" take no other'
+    )
     if not isinstance(hash_code_len, int):
         raise ValueError(f"hash_code_len must be one number, got {hash_code_len}, {note}")
     if backward != "sampled":

@@ -31,9 +31,9 @@ class YosoConfig(PreTrainedConfig):
         layer_norm_eps: epsilon of the layer normalisations.
         use_expectation: True for the exact kernel, quadratic in time; False for its estimate by hashing,
             linear; "auto" for whichever is estimated to be cheaper, by num_hash and the padded length.
-        hash_code_len: tau, the power of the kernel and the bits of a hash code, 1..16, or 1..32 with
-            use_expectation=True. A list of one list for every layer, with a number for every head, gives each head
-            its own.
+        hash_code_len: tau, the bits of a hash code and, with similarity="cosine", the power of the kernel, 1..16, or
+            1..32 with use_expectation=True. A list of one list for every layer, with a number for every head, gives
+            each head its own.
         num_hash: m, hash functions of a head, >= 1; more of them give a better estimate and take more time.
         conv_window: tokens under the depthwise convolution of the values (YOSO-C), odd; None: no convolution.
         use_fast_hash: True for Hadamard transforms, False for Gaussian projections.

@@ -422,8 +422,8 @@ class YosoModel(YosoPreTrainedModel):
                 the real tokens are counted from there.
             inputs_embeds: token embeddings in place of input_ids, floating point, shape [B, N, hidden_size].
             **kwargs: output_hidden_states, output_attentions and return_dict. Attentions are the kernel's
-                weights, shape [B, H, N, N], before the context vectors are scaled to unit length, without a
-                gradient; they need use_expectation=True.
+                weights, shape [B, H, N, N], before the context vectors are scaled to unit length, or with rows that
+                add up to one where normalization="sum"; without a gradient. They need use_expectation=True.
 
         Returns:
             BaseModelOutput with last_hidden_state of shape [B, N, hidden_size]; what it holds for padding

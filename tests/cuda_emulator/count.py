@@ -4,6 +4,7 @@
     python tests/cuda_emulator/count.py --lengths 4096 65536 --num_hash 8
     python tests/cuda_emulator/count.py --lengths 512 1024 --expectation
     python tests/cuda_emulator/count.py --lengths 512 --expectation --similarity softmax
+    python tests/cuda_emulator/count.py --similarity softmax --hash_code_len 13
     python tests/cuda_emulator/count.py --local_window 128
 
 For yoso_attention with bfloat16, forward and backward, of one head; the numbers are those of all heads. Of what a
