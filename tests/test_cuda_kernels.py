@@ -67,6 +67,18 @@ def test_kernels_of_smaller_gpus_pass_the_tests_of_the_kernels(tmp_path):
     run_emulated(kernels, PASS_TESTS, str(TESTS / "test_kernels.py"), "-k", "not hash")
 
 
+@pytest.mark.slow
+@needs_emulator
+def test_heads_that_are_sorted_one_after_the_other(emulated_kernels):
+    code = """
+from test_kernels import Inputs, assert_as_accurate_as_pytorch
+# seven heads have as many buckets as are sorted at a time
+inputs = Inputs("random", (2, 4, 19, 21, 16, 16, 70, 16), torch.float32)
+assert_as_accurate_as_pytorch(inputs.remainder, torch.float32)
+"""
+    run_emulated(emulated_kernels, code)
+
+
 @needs_emulator
 def test_every_access_to_memory_is_ordered_and_aligned_and_of_a_tensor(emulated_kernels):
     """What compute-sanitizer looks for, and where a barrier inside a warp is missing too."""

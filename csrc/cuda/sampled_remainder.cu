@@ -15,6 +15,8 @@ constexpr int kThreads = 128, kWarps = kThreads / kWarp;
 constexpr int kBucketRows = 64;
 // the largest logarithm of a weight
 constexpr int kMaxLogarithm = 60;
+// rows by hash functions that a launch has at most, unless one head has more
+constexpr int64_t kRowsAtOnce = int64_t{1} << 26;
 // blocks that a multiprocessor has at a time: with more, registers would be spilled
 template <class In, bool aligned>
 constexpr int kBlocks = sizeof(In) == 8 ? 1 : sizeof(In) == 2 && aligned ? 4 : 3;
@@ -458,7 +460,10 @@ class Remainders {
   template <class Add>
   void for_heads(const Add& add) {
     const int64_t rows = (int64_t{queries_.count} + keys_.count) / 2, bits = sizes_.hash_code_len;
-    const int64_t at_once = heads_at_once(heads_, sizes_.num_hash, rows, bits - 1);
+    // GPUs that draw a screen end what takes seconds
+    const int64_t most = kRowsAtOnce / (sizes_.num_hash * std::max<int64_t>(rows, 1));
+    const int64_t at_once =
+        std::max<int64_t>(1, std::min(most, heads_at_once(heads_, sizes_.num_hash, rows, bits - 1)));
     for (int64_t first = 0; first < heads_; first += at_once) {
       const int64_t heads = std::min(at_once, heads_ - first);
       const SortedCodes query_order = sort_codes<true>(device_, query_codes_, first, heads, bits);
