@@ -95,6 +95,10 @@ class BuildExtension(cpp_extension.BuildExtension):
             print(f"yoso_hf: {reason}; installing with the reference path only", file=sys.stderr)
             self.extensions.clear()
             return
+        # some interpreters have every object look for libraries in a directory of theirs, which other machines lack
+        for linker in ("linker_so", "linker_so_cxx"):
+            command = getattr(self.compiler, linker, [])
+            setattr(self.compiler, linker, [part for part in command if not part.startswith("-Wl,-rpath")])
         sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/cuda/*.cu"))
         cuda = find_cuda() if sources else None
         if cuda is not None:
