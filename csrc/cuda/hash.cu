@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "mma.h"
+#include "rows.h"
 
 namespace yoso {
 namespace {
@@ -87,25 +88,6 @@ __device__ __forceinline__ void push_sign(uint32_t& code, T x) {
   code = code << 1 | static_cast<uint32_t>(bits >> (8 * sizeof(T) - 1));
 }
 
-// 16 bytes of elements.
-template <class In, class T>
-__device__ __forceinline__ void widen(const uint4& loaded, T* x) {
-  if constexpr (std::is_same_v<In, BFloat16>) {
-    // the upper halves of float32
-    const uint32_t pairs[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[2 * i] = __uint_as_float(pairs[i] << 16);
-      x[2 * i + 1] = __uint_as_float(pairs[i] & 0xFFFF0000);
-    }
-  } else {
-    In elements[16 / sizeof(In)];
-    memcpy(elements, &loaded, sizeof(elements));
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(16 / sizeof(In)); ++i) x[i] = static_cast<T>(elements[i]);
-  }
-}
-
 // The elements from `first` on of a row of `columns`, zero past its end.
 template <int count, class In, class T>
 __device__ __forceinline__ void load_part(const In* row, int64_t first, int64_t columns, bool vectors, T* x) {
@@ -113,9 +95,9 @@ __device__ __forceinline__ void load_part(const In* row, int64_t first, int64_t 
   if (vectors) {
 #pragma unroll
     for (int i = 0; i < count; i += per_load) {
-      uint4 loaded = make_uint4(0, 0, 0, 0);
-      if (first + i < columns) loaded = *reinterpret_cast<const uint4*>(row + first + i);
-      widen<In>(loaded, x + i);
+      In loaded[per_load] = {};
+      if (first + i < columns) load(row + first + i, loaded);
+      widen(loaded, x + i);
     }
   } else {
 #pragma unroll

@@ -52,6 +52,23 @@ __device__ __forceinline__ void store(const T (&from)[count], T* to) {
   }
 }
 
+template <int count, class In, class T>
+__device__ __forceinline__ void widen(const In (&from)[count], T* to) {
+  if constexpr (std::is_same_v<In, BFloat16>) {
+    // the upper halves of float32
+    uint32_t pairs[count / 2];
+    memcpy(pairs, from, sizeof(from));
+#pragma unroll
+    for (int i = 0; i < count / 2; ++i) {
+      to[2 * i] = __uint_as_float(pairs[i] << 16);
+      to[2 * i + 1] = __uint_as_float(pairs[i] & 0xFFFF0000);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < count; ++i) to[i] = static_cast<T>(from[i]);
+  }
+}
+
 // How many of the columns from `first` on are the lane's.
 __device__ __forceinline__ int columns_of_lane(int32_t columns, int32_t first) {
   return min(max(columns - first, 0), kLaneColumns);

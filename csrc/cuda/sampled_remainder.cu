@@ -217,12 +217,6 @@ __device__ __forceinline__ T product_of(const T (&x)[kLaneColumns], const T (&y)
   return product;
 }
 
-template <class T, class X>
-__device__ __forceinline__ void widen(const X (&from)[kLaneColumns], T (&to)[kLaneColumns]) {
-#pragma unroll
-  for (int c = 0; c < kLaneColumns; ++c) to[c] = static_cast<T>(from[c]);
-}
-
 // Adds the groups' sums up, and has the first write them.
 template <int kLanes, bool aligned, class T, class Sum>
 __device__ __forceinline__ void write_sums(T (&sums)[kLaneColumns], int columns, Sum* to) {
@@ -251,8 +245,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
   const int lane = threadIdx.x % kWarp, group = lane / kLanes, column = lane % kLanes * kLaneColumns;
   const int columns = columns_of_lane(sizes.D, column), other_columns = columns_of_lane(sizes.Dv, column);
   const int32_t batch_head = sizes.first + head, batch = batch_head / sizes.H, head_of_batch = batch_head % sizes.H;
-  const In* met_rows = met.rows.at(batch, head_of_batch, 0) + column;
-  const auto* met_others = met.others.at(batch, head_of_batch, 0) + column;
+  // lanes past the columns of aligned rows read the first ones, and write none
+  const In* met_rows = met.rows.at(batch, head_of_batch, 0) + (columns > 0 ? column : 0);
+  const auto* met_others = met.others.at(batch, head_of_batch, 0) + (other_columns > 0 ? column : 0);
   const Numbers<T>* all_met_numbers = met.numbers + int64_t{batch_head} * met.count;
   const T scale = static_cast<T>(sizes.scale);
 
@@ -286,8 +281,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
 
     for (int32_t base = 0; base < total; base += kSteps * kGroups) {
       // lane i of a group knows what the group takes in step i, as do those that are i modulo kSteps
-      const int32_t slot = base + lane % kSteps * kGroups + group;
-      const bool exists = slot < total;
+      const int32_t my_slot = base + lane % kSteps * kGroups + group;
+      const bool exists = my_slot < total;
+      // the others take the last row that is met, with weight zero
+      const int32_t slot = min(my_slot, total - 1);
       int hash = 0;
 #pragma unroll
       for (int half = kWarp / 2; half > 0; half /= 2)
@@ -295,20 +292,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
       const int32_t begin = __shfl_sync(kAllLanes, end - meeting.count, hash);
       const int32_t first = __shfl_sync(kAllLanes, meeting.first, hash);
       const int32_t parts = __shfl_sync(kAllLanes, meeting.parts, hash);
-      int32_t met_row = -1;
-      Numbers<T> met_numbers = {0, 0};
-      if (exists) {
-        met_row = order[int64_t{hash} * met.count + Meeting::place<of_keys>(first, parts, slot - begin)];
-        met_numbers = all_met_numbers[met_row];
-      }
+      const int32_t met_row = order[int64_t{hash} * met.count + Meeting::place<of_keys>(first, parts, slot - begin)];
+      const Numbers<T> met_numbers = all_met_numbers[met_row];
 
       In rows[kSteps][kLaneColumns];
       typename TaskOf<In, task>::MetOther others[kSteps][kLaneColumns];
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const int32_t taken = __shfl_sync(kAllLanes, met_row, i, kLanes);
-        load_columns<aligned>(row_at(met_rows, taken, met.row_bytes), taken >= 0 ? columns : 0, rows[i]);
-        load_columns<aligned>(row_at(met_others, taken, met.other_bytes), taken >= 0 ? other_columns : 0, others[i]);
+        load_columns<aligned>(row_at(met_rows, taken, met.row_bytes), aligned ? kLaneColumns : columns, rows[i]);
+        load_columns<aligned>(row_at(met_others, taken, met.other_bytes), aligned ? kLaneColumns : other_columns,
+                              others[i]);
       }
       T products[kSteps], x[kLaneColumns];
 #pragma unroll
@@ -319,7 +313,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
       const T product = sum_of_group<kLanes>(products);
       const T probability =
           probability_of(product * my_numbers.inverse_length * met_numbers.inverse_length, sizes.hash_code_len);
-      const T share = exists ? static_cast<T>(parts) / (sizes.num_hash * probability) : 0;
+      const T share = static_cast<T>(parts) / (sizes.num_hash * probability);
       const T key_weight = of_keys ? my_numbers.other : met_numbers.other;
       const Remainder<T> remainder(scale * product);
       const T weight = share * remainder.value;
@@ -336,6 +330,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
         by_row = scale * share * remainder.slope * gradient * key_weight;
         by_one = weight * gradient;
       }
+      if (!exists) by_row = by_other = by_one = 0;
       if (lane % kLanes < kSteps) number_sum += by_one;
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
@@ -408,7 +403,7 @@ class Remainders {
               .scale = scale};
     queries_ = side_of<T>(query, grad, query_numbers_, query_codes);
     keys_ = side_of<In>(key, &value, key_numbers_, key_codes);
-    aligned_ = aligned(queries_.rows, sizes_.D) && aligned(keys_.rows, sizes_.D) &&
+    aligned_ = sizes_.D > 0 && sizes_.Dv > 0 && aligned(queries_.rows, sizes_.D) && aligned(keys_.rows, sizes_.D) &&
                aligned(queries_.others, sizes_.Dv) && aligned(keys_.others, sizes_.Dv);
   }
 
