@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "device.h"
 
@@ -52,6 +53,7 @@ __device__ __forceinline__ void store(const T (&from)[count], T* to) {
   }
 }
 
+// The elements as those of another type, of which there is room for as many.
 template <int count, class In, class T>
 __device__ __forceinline__ void widen(const In (&from)[count], T* to) {
   if constexpr (std::is_same_v<In, BFloat16>) {
