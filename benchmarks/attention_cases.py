@@ -44,7 +44,7 @@ class AttentionCase(Case):
     def weights(self, query: Tensor, key: Tensor) -> Tensor:
         """What the weights of some queries should be, and their gradient, from float64 tensors.
 
-        `verified` holds the queries' positions, `all_queries` the queries of all.
+        `verified` holds the queries' positions.
         """
         raise NotImplementedError
 
@@ -88,7 +88,6 @@ class AttentionCase(Case):
         torch.manual_seed(1)
         inputs = [x.detach().double().requires_grad_() for x in self.inputs]
         query, key, value = inputs
-        self.all_queries = query
         truth = self.weights(query[:, :, queries], key) @ value
         if self.unit_output:
             truth = F.normalize(truth, dim=-1)

@@ -86,7 +86,7 @@ inline void check_exact(const Tensor& query, const Tensor& key, const Tensor& va
   STD_TORCH_CHECK(query.size(3) == key.size(3), "query and key must agree in head_dim");
 }
 
-inline void check_softmax_like(const Tensor& query, const Tensor& key, const Tensor& value,
+inline void check_softmax(const Tensor& query, const Tensor& key, const Tensor& value,
                                const std::optional<Tensor>& key_mask, double scale) {
   check_exact(query, key, value, 32);
   STD_TORCH_CHECK(scale > 0, "scale must be above 0, got ", scale);
@@ -103,17 +103,17 @@ inline void check_grad(const Tensor& grad, const Tensor& query, const Tensor& va
   STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
 }
 
-inline void check_softmax_like_backward(const Tensor& grad, const Tensor& out, const Tensor& total,
-                                        const Tensor& query, const Tensor& key, const Tensor& value,
+inline void check_softmax_backward(const Tensor& grad, const Tensor& out, const Tensor& logarithm,
+                                   const Tensor& query, const Tensor& key, const Tensor& value,
                                         const std::optional<Tensor>& key_mask, double scale) {
-  check_softmax_like(query, key, value, key_mask, scale);
+  check_softmax(query, key, value, key_mask, scale);
   check_grad(grad, query, value);
   check_rows(out, "out", grad, grad.size(2), grad.scalar_type());
-  check_device(total, "total", query);
+  check_device(logarithm, "logarithm", query);
   STD_TORCH_CHECK(out.size(3) == grad.size(3), "out and grad must agree in columns");
-  STD_TORCH_CHECK(total.is_contiguous() && total.numel() == query.size(0) * query.size(1) * query.size(2) &&
-                      total.scalar_type() == length_dtype(query),
-                  "total must be contiguous with shape [B, H, N], float64 for float64 rows, else float32");
+  STD_TORCH_CHECK(logarithm.is_contiguous() && logarithm.numel() == query.size(0) * query.size(1) * query.size(2) &&
+                      logarithm.scalar_type() == length_dtype(query),
+                  "logarithm must be contiguous with shape [B, H, N], float64 for float64 rows, else float32");
 }
 
 inline void check_sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,

@@ -38,35 +38,16 @@ CONFIGS = {
 ENCODERS = pytest.mark.parametrize("name", CONFIGS)
 
 
-def dense_weights(query, key, real, scaling):
-    """The exact kernel's weights with the default settings, by their definition, not yet divided by their sum.
-
-    Args:
-        query, key: [B, H, N, D].
-        real: [B, 1, N, 1], of query's dtype, 0 for padding.
-        scaling: softmax's.
-    """
-    query_mean, key_mean = (
-        (x * real).sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1) for x in (query, key)
-    )
-    query, key = ((x - mean) * real for x, mean in ((query, query_mean), (key, key_mean)))
-    x = query @ key.mT * scaling * math.pi / 256
-    longest = query.norm(dim=-1).amax(-1) * key.norm(dim=-1).amax(-1) * scaling * math.pi / 256
-    # a scale, which has no gradient
-    weights = (1 - (x / (1.01 * longest.detach()).clamp(min=1)[..., None, None]).acos() / math.pi) ** 128
-    return weights * (query_mean @ key.mT * scaling).exp() * real.mT
-
-
 def dense_yoso(module, query, key, value, attention_mask, sliding_window=None, scaling=None, **kwargs):
-    """YOSO's expectation with the default settings from its definition, with transformers' own mask of pairs."""
+    """YOSO's expectation with cosine similarity from its definition, with transformers' own mask of pairs."""
     if sliding_window is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    groups, scaling = getattr(module, "num_key_value_groups", 1), scaling or query.shape[3] ** -0.5
+    groups = getattr(module, "num_key_value_groups", 1)
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    real = torch.ones_like(key[:, :1, :, :1]) if attention_mask is None else attention_mask[:, :, :1].mT.float()
-    # weights span more than float32's range
-    query, key, real = query.double(), key.double(), real.double()
-    weights = dense_weights(query, key, real, scaling)
+    cosine = (torch.nn.functional.normalize(x.double(), dim=-1) for x in (query, key))
+    weights = (1 - (next(cosine) @ next(cosine).mT).clamp(-1, 1).acos() / math.pi) ** 13
+    if attention_mask is not None:
+        weights = weights * attention_mask
     out = (weights @ value.double() / weights.sum(-1, keepdim=True)).to(value.dtype)
     return out.transpose(1, 2).contiguous(), None
 
@@ -99,18 +80,25 @@ def padded(ids, lengths, name):
     return ids.where(mask, CONFIGS[name].pad_token_id), mask.long()
 
 
+# by similarity: what computes the expectation from its definition
+DEFINITIONS = pytest.mark.parametrize(("similarity", "definition"), [("softmax", "sdpa"), ("cosine", "dense_yoso")])
+
+
 @ENCODERS
+@DEFINITIONS
 @pytest.mark.parametrize("attention", ["yoso", "yoso_expectation"])
-def test_an_encoder_computes_what_the_definition_says(name, attention):
+def test_an_encoder_computes_what_the_definition_says(name, attention, similarity, definition):
     ids, mask = padded(tokens(), (21, 8, 1), name)
-    expected = build(name, "dense_yoso")(ids, attention_mask=mask).last_hidden_state
-    softmax = build(name, "sdpa")(ids, attention_mask=mask).last_hidden_state
+    expected, other = (
+        build(name, attention)(ids, attention_mask=mask).last_hidden_state
+        for attention in (definition, "dense_yoso" if definition == "sdpa" else "sdpa")
+    )
     # 21 tokens: "yoso" is exact there
-    result = build(name, attention)(ids, attention_mask=mask).last_hidden_state
+    result = build(name, attention, yoso_similarity=similarity)(ids, attention_mask=mask).last_hidden_state
     real = mask.bool()
     torch.testing.assert_close(result[real], expected[real], rtol=1e-4, atol=1e-4)
-    # which it would not be if the attention were softmax's
-    assert (result - expected)[real].abs().max() < 0.1 * (expected - softmax)[real].abs().max()
+    # which it would not be if the attention were the other one
+    assert (result - expected)[real].abs().max() < 0.1 * (expected - other)[real].abs().max()
 
 
 @ENCODERS
@@ -159,17 +147,18 @@ def test_nothing_is_ever_nan(name, expectation, similarity):
 
 
 @ENCODERS
-def test_the_exact_gradient_is_that_of_the_definition(name):
+@DEFINITIONS
+def test_the_exact_gradient_is_that_of_the_definition(name, similarity, definition):
     ids, mask = padded(tokens(), (21, 8, 3), name)
     found = {}
-    for implementation in ("dense_yoso", "yoso_expectation"):
-        model = build(name, implementation)
+    for implementation in (definition, "yoso_expectation"):
+        model = build(name, implementation, yoso_similarity=similarity, yoso_backward="exact")
         out = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
         out.mul(torch.arange(out.numel()).view_as(out).cos()).sum().backward()
         found[implementation] = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    largest = max(gradient.abs().max().item() for gradient in found["dense_yoso"].values())
-    for parameter, expected in found["dense_yoso"].items():
-        # keys are centred, so that their bias has no gradient but of rounding
+    largest = max(gradient.abs().max().item() for gradient in found[definition].values())
+    for parameter, expected in found[definition].items():
+        # biases of keys have none in softmax, but rounding
         scale = max(expected.abs().max().item(), 1e-3 * largest)
         torch.testing.assert_close(found["yoso_expectation"][parameter], expected, rtol=1e-2, atol=1e-3 * scale)
 
@@ -201,7 +190,7 @@ def test_images_have_no_mask():
     )
     pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     outputs = []
-    for attention in ("yoso", "dense_yoso", "sdpa"):
+    for attention in ("yoso", "sdpa", "dense_yoso"):
         torch.manual_seed(0)
         model = transformers.AutoModel.from_config(config, attn_implementation=attention).eval().double()
         # initial weights are so small that all attention is nearly uniform; these make it too sharp for float32

@@ -563,10 +563,10 @@ def test_the_readmes_training_steps_are_those_of_the_results(name):
         assert memory == pytest.approx(mib[length], abs=0.5)
 
 
-def test_the_time_of_softmax_like_attention_is_that_of_the_results():
+def test_the_time_of_softmax_attention_is_that_of_the_results():
     rows = json.loads((BENCHMARKS / "results" / "expectation_attention-cpu.json").read_text())["rows"]
     ms = {(row["case"], row["task"], row["length"]): row["ms"] for row in rows}
-    cases = {"softmax-like": "softmax_like_attention", "softmax": "softmax (sdpa)"}
+    cases = {"ours": "softmax_attention", "PyTorch's": "softmax (sdpa)"}
     table = readme_table("ms, at N =", "docs/kernels.md")
     assert len(table) == 6
     for name, cells in table.items():

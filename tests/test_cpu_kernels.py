@@ -121,7 +121,7 @@ def test_same_bits_whatever_the_number_of_threads(dtype, heads, data):
             *inputs.hashes(ops, dtype),
             *inputs.sampled(ops, dtype),
             *inputs.expectation(ops, dtype),
-            *inputs.softmax_like(ops, dtype),
+            *inputs.softmax(ops, dtype),
             *inputs.remainder(ops, dtype),
         ]
     )
@@ -151,7 +151,7 @@ def one_head_calls():
     remainder = (*buckets[:3], torch.ones(1, 1, 32768), *buckets[3:], 0.125)
     rows = (exact.query, exact.key, exact.value, 9)
     unit, inverse_length = ops.sampled_attention(*buckets, False, True)
-    softmax_like = ops.softmax_like_attention(*rows[:3], None, 0.125)
+    softmax = ops.softmax_attention(*rows[:3], None, 0.125)
     return {
         "hash_hadamard": lambda: hadamard.codes(sampled.query),
         "hash_gaussian": lambda: gaussian.codes(sampled.query),
@@ -159,9 +159,9 @@ def one_head_calls():
         "sampled_attention_backward": lambda: ops.sampled_attention_backward(sampled.grad, *buckets),
         "expectation_attention": lambda: ops.expectation_attention(*rows, False, True),
         "expectation_attention_backward": lambda: ops.expectation_attention_backward(exact.grad, *rows, False),
-        "softmax_like_attention": lambda: ops.softmax_like_attention(*rows[:3], None, 0.125),
-        "softmax_like_attention_backward": lambda: ops.softmax_like_attention_backward(
-            exact.grad, *softmax_like, *rows[:3], None, 0.125
+        "softmax_attention": lambda: ops.softmax_attention(*rows[:3], None, 0.125),
+        "softmax_attention_backward": lambda: ops.softmax_attention_backward(
+            exact.grad, *softmax, *rows[:3], None, 0.125
         ),
         "sampled_remainder": lambda: ops.sampled_remainder(*remainder),
         "sampled_remainder_backward": lambda: ops.sampled_remainder_backward(

@@ -695,6 +695,7 @@ def test_jit_trace_takes_the_exact_kernel_only():
 
 ONNX = {
     "expectation": (YosoForMaskedLM, {"use_expectation": True, "conv_window": 3}),
+    "softmax": (YosoForMaskedLM, {**SAMPLED_SOFTMAX, "use_expectation": True}),
     "hadamard": (YosoForMaskedLM, {"use_fast_hash": True}),
     "gaussian": (YosoForMaskedLM, {"use_fast_hash": False, "conv_window": 3}),
     "classification": (YosoForSequenceClassification, {"use_expectation": True}),
@@ -747,19 +748,6 @@ def test_graphs_of_the_attentions_equal_the_operators(unit):
     assert_near(graphs.sampled_attention_graph(*sampled)[0], ops.sampled_attention(*sampled)[0], atol=1e-9)
     exact = (query, key, value, 3, False, unit)
     assert_near(graphs.expectation_attention_graph(*exact)[0], ops.expectation_attention(*exact)[0], atol=1e-9)
-
-
-@pytest.mark.parametrize("num_queries", [9, 11])
-def test_graph_of_softmax_like_attention_equals_the_operator(num_queries):
-    query, key, value = (torch.randn(2, 3, length, 20, dtype=torch.float64) for length in (num_queries, 11, 11))
-    key[1, :, 8] = value[1, :, 8] = float("nan")
-    for mask in (None, torch.arange(11) < torch.tensor([[11], [6]])):
-        batch = slice(None) if mask is not None else slice(1)
-        arguments = (query[batch], key[batch], value[batch], mask, 0.3)
-        for graph, operator in zip(
-            graphs.softmax_like_attention_graph(*arguments), ops.softmax_like_attention(*arguments), strict=True
-        ):
-            assert_near(graph, operator, atol=1e-9)
 
 
 # dtypes

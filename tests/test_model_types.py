@@ -21,7 +21,6 @@ from collections import Counter
 import pytest
 import torch
 import transformers
-from test_attention_interface import dense_weights
 from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -302,11 +301,10 @@ class Outside(TorchFunctionMode):
 
 
 class Oracle:
-    """A dense attention of float64, YOSO's where `yoso` says so of a call, and what it finds about each call."""
+    """A dense softmax attention of float64, and what it finds about each call."""
 
     def __init__(self, model):
         self.outside = Outside()
-        self.yoso = []
         self.states = {}
         for module in model.modules():
             module.register_forward_pre_hook(self._keep_states, with_kwargs=True)
@@ -352,18 +350,12 @@ class Oracle:
 
         groups = getattr(module, "num_key_value_groups", 1)
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-        call, scaling = len(self.outputs), kwargs.get("scaling") or query.shape[-1] ** -0.5
-        if call < len(self.yoso) and self.yoso[call]:
-            real = seen[:, :, :1].expand(len(query), 1, 1, key.shape[2]).mT.double()
-            weights = dense_weights(query.double(), key.double(), real, scaling)
-        else:
-            scores = query.double() @ key.double().mT * scaling
-            if kwargs.get("position_bias") is not None:
-                scores = scores + kwargs["position_bias"]
-            # rows that see nothing are even in eager, as there no number is infinite
-            weights = (scores + bias.clamp(min=-1e300)).softmax(-1)
-        out = (weights @ value.double() / weights.sum(-1, keepdim=True).clamp(min=1e-300)).to(value.dtype)
-        out = out.transpose(1, 2).contiguous()
+        scores = query.double() @ key.double().mT * (kwargs.get("scaling") or query.shape[-1] ** -0.5)
+        if kwargs.get("position_bias") is not None:
+            scores = scores + kwargs["position_bias"]
+        # rows that see nothing are even in eager, as there no number is infinite
+        weights = (scores + bias.clamp(min=-1e300)).softmax(-1)
+        out = (weights @ value.double()).to(value.dtype).transpose(1, 2).contiguous()
         self.names.append(type(module).__name__)
         self.reasons.append(reasons)
         parameters = inspect.signature(type(module).forward).parameters
@@ -404,8 +396,8 @@ def mask_of_pairs(**kwargs):
 
 
 def build_with_oracle(model_class, config_class, monkeypatch):
-    """A model whose attention is the oracle's, still softmax everywhere, that oracle, inputs that the model takes,
-    whether it is narrow, and what it computed.
+    """A model whose attention is the oracle's, that oracle, inputs that the model takes, whether it is narrow, and
+    what it computed.
     """
     failures = []
     for narrow in (True, False):
@@ -480,17 +472,14 @@ def outcome_of(model_class, config_class, monkeypatch):
         assert yoso or reason or may_cross, f"{name}, call {i}, is softmax for no reason"
     assert recorder.warnings or all(recorder.yoso)
 
-    oracle.clear()
-    oracle.yoso = recorder.yoso
-    dense = outputs_of(model, inputs)
     for i, (out, expected) in enumerate(zip(recorder.outputs, oracle.outputs, strict=True)):
         assert_close(out, expected, f"{oracle.names[i]}, call {i}")
-    assert result.keys() == dense.keys()
-    for name, expected in dense.items():
+    assert result.keys() == softmax.keys()
+    for name, expected in softmax.items():
         assert_close(result[name], expected, name)
     if not any(recorder.yoso):
         return "left alone" if recorder.yoso else "no attention"
-    compare_gradients(yoso_model, result, model, dense)
+    compare_gradients(yoso_model, result, model, softmax)
     return "replaced"
 
 

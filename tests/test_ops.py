@@ -246,9 +246,9 @@ def operator_calls():
         "sampled_attention_backward": [(grad, *plain, *codes, 5)],
         "expectation_attention": [(*inputs, 5, False, unit) for unit in (False, True)],
         "expectation_attention_backward": [(grad, *plain, 5, False)],
-        "softmax_like_attention": [(*inputs, key_mask, 0.5) for key_mask in (None, mask)],
-        "softmax_like_attention_backward": [
-            (grad, *(x.detach() for x in ops.softmax_like_attention(*plain, mask, 0.5)), *plain, mask, 0.5)
+        "softmax_attention": [(*inputs, key_mask, 0.5) for key_mask in (None, mask)],
+        "softmax_attention_backward": [
+            (grad, *(x.detach() for x in ops.softmax_attention(*plain, mask, 0.5)), *plain, mask, 0.5)
         ],
         "sampled_remainder": [(*inputs, key_weight.clone().requires_grad_(), *codes, 5, 0.5)],
         "sampled_remainder_backward": [(grad, grad.sum(-1), *plain, key_weight, *codes, 5, 0.5)],
@@ -279,12 +279,10 @@ def test_exact_backward_passes_gradcheck(unit):
 
 @pytest.mark.parametrize("num_queries", [5, 7])
 @pytest.mark.parametrize("with_mask", [False, True])
-def test_softmax_like_backward_passes_gradcheck(num_queries, with_mask):
+def test_softmax_backward_passes_gradcheck(num_queries, with_mask):
     query, key, value, _, _, mask, _ = make((2, 2, num_queries, 7, 4, 3, 1, 1), torch.float64)
     inputs = [x.requires_grad_() for x in (query, key, value)]
-    assert torch.autograd.gradcheck(
-        lambda *x: ops.softmax_like_attention(*x, mask if with_mask else None, 0.5)[0], inputs
-    )
+    assert torch.autograd.gradcheck(lambda *x: ops.softmax_attention(*x, mask if with_mask else None, 0.5)[0], inputs)
 
 
 @pytest.mark.parametrize("namespace", [ops, reference], ids=["ops", "reference"])
@@ -415,8 +413,8 @@ def test_same_bits_whatever_the_number_of_threads():
             *ops.sampled_attention_backward(grad, query, key, value, *codes, 6),
             *ops.expectation_attention(query, key, value, 6, False, True),
             *ops.expectation_attention_backward(grad, query, key, value, 6, True),
-            *(softmax_like := ops.softmax_like_attention(query, key, value, None, 0.1)),
-            *ops.softmax_like_attention_backward(grad, *softmax_like, query, key, value, None, 0.1),
+            *(softmax := ops.softmax_attention(query, key, value, None, 0.1)),
+            *ops.softmax_attention_backward(grad, *softmax, query, key, value, None, 0.1),
             *ops.sampled_remainder(query, key, value, torch.ones(1, 1, 900), *codes, 6, 0.1),
             *ops.sampled_remainder_backward(
                 grad, grad[..., 0].contiguous(), query, key, value, torch.ones(1, 1, 900), *codes, 6, 0.1
@@ -455,11 +453,10 @@ def test_views_and_expanded_gradients_give_what_copies_give():
             got = op(grad, view, key, value, *arguments)
             expected = op(grad, view.contiguous(), key, value, *arguments)
             assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
-        got, expected = (ops.softmax_like_attention(x, key, value, None, 0.2) for x in (view, view.contiguous()))
+        got, expected = (ops.softmax_attention(x, key, value, None, 0.2) for x in (view, view.contiguous()))
         assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
         got, expected = (
-            ops.softmax_like_attention_backward(grad, *got, x, key, value, None, 0.2)
-            for x in (view, view.contiguous())
+            ops.softmax_attention_backward(grad, *got, x, key, value, None, 0.2) for x in (view, view.contiguous())
         )
         assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
         one = torch.ones(2, 2, 50)
@@ -483,9 +480,9 @@ def test_views_and_expanded_gradients_give_what_copies_give():
 def test_empty_tensors(sizes, unit, implementation):
     namespace = ops if implementation == "kernel" else reference
     query, key, value, grad, _, mask, codes = make((*sizes, 8, 6, 4, 5), torch.float32)
-    softmax_like = namespace.softmax_like_attention(query, key, value, mask, 0.5)
-    assert torch.equal(softmax_like[0], torch.zeros(*sizes[:3], 6))
-    assert torch.equal(softmax_like[1], torch.zeros(sizes[:3]))
+    softmax = namespace.softmax_attention(query, key, value, mask, 0.5)
+    assert torch.equal(softmax[0], torch.zeros(*sizes[:3], 6))
+    assert torch.equal(softmax[1], torch.full(sizes[:3], -torch.inf))
     key_weight = torch.ones(*sizes[:2], sizes[3])
     out, total = namespace.sampled_remainder(query, key, value, key_weight, *codes, 5, 0.5)
     assert torch.equal(out, torch.zeros(*sizes[:3], 6))
@@ -499,7 +496,7 @@ def test_empty_tensors(sizes, unit, implementation):
     for gradients in (
         namespace.sampled_attention_backward(grad, query, key, value, *codes, 5),
         namespace.expectation_attention_backward(grad, query, key, value, 5, False),
-        namespace.softmax_like_attention_backward(grad, *softmax_like, query, key, value, mask, 0.5),
+        namespace.softmax_attention_backward(grad, *softmax, query, key, value, mask, 0.5),
         namespace.sampled_remainder_backward(grad, grad.sum(-1), query, key, value, key_weight, *codes, 5, 0.5)[:3],
     ):
         for gradient, x in zip(gradients, (query, key, value), strict=False):
@@ -531,8 +528,8 @@ def test_gradients_of_unit_rows_are_not_bounded_by_float16(sampled):
 def test_kernels_refuse_what_would_read_past_a_buffer():
     query, key, value, grad, functions, _, codes = make((2, 2, 9, 11, 8, 6, 4, 5), torch.float32)
 
-    def softmax_like_backward(grad=grad, out=grad, total=torch.ones(2, 2, 9)):  # noqa: B008
-        return ops.softmax_like_attention_backward(grad, out, total, query, key, value, None, 0.5)
+    def softmax_backward(grad=grad, out=grad, logarithm=torch.ones(2, 2, 9)):  # noqa: B008
+        return ops.softmax_attention_backward(grad, out, logarithm, query, key, value, None, 0.5)
 
     def remainder(value=value, key_weight=torch.ones(2, 2, 11), codes=codes, scale=0.5):  # noqa: B008
         return ops.sampled_remainder(query, key, value, key_weight, *codes, 5, scale)
@@ -546,12 +543,12 @@ def test_kernels_refuse_what_would_read_past_a_buffer():
         lambda: ops.sampled_attention_backward(grad.double(), query, key, value, *codes, 5),
         lambda: ops.expectation_attention(query, key[..., :-1], value, 5, False, False),
         lambda: ops.expectation_attention_backward(grad[:, :, :-1], query, key, value, 5, False),
-        lambda: ops.softmax_like_attention(query, key, value[:, :, :-1], None, 0.5),
-        lambda: ops.softmax_like_attention(query, key, value, torch.ones(2, 3, dtype=torch.bool), 0.5),
-        lambda: ops.softmax_like_attention(query, key, value, None, 0.0),
-        lambda: softmax_like_backward(grad[:, :, :-1]),
-        lambda: softmax_like_backward(out=grad[..., :-1]),
-        lambda: softmax_like_backward(total=torch.ones(2, 2, 8)),
+        lambda: ops.softmax_attention(query, key, value[:, :, :-1], None, 0.5),
+        lambda: ops.softmax_attention(query, key, value, torch.ones(2, 3, dtype=torch.bool), 0.5),
+        lambda: ops.softmax_attention(query, key, value, None, 0.0),
+        lambda: softmax_backward(grad[:, :, :-1]),
+        lambda: softmax_backward(out=grad[..., :-1]),
+        lambda: softmax_backward(logarithm=torch.ones(2, 2, 8)),
         lambda: remainder(value=value[:, :, :-1]),
         lambda: remainder(key_weight=torch.ones(2, 2, 12)),
         lambda: remainder(key_weight=torch.ones(2, 2, 11, dtype=torch.float64)),

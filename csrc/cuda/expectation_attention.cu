@@ -5,7 +5,7 @@ namespace yoso {
 namespace {
 
 struct AllPairs {
-  static constexpr bool kMasksRows = false, kPositive = true, kUnitRows = true, kSumsRows = false;
+  static constexpr bool kMasksRows = false, kPositive = true;
   static constexpr int kSumOthers = 64;
   int tau;
   bool exact;

@@ -65,7 +65,7 @@ struct Codes {
 
 // The pairs of positions at most `window` apart, their weights p less the share of equal codes.
 struct NearPairs {
-  static constexpr bool kMasksRows = true, kPositive = false, kUnitRows = true, kSumsRows = false;
+  static constexpr bool kMasksRows = true, kPositive = false;
   static constexpr int kSumOthers = 32;
   Codes my_codes, other_codes;
   const uint32_t *my_words, *other_words;

@@ -15,14 +15,6 @@
 //     slopes(place, signed_as, x, products)
 //                                     the like, and multiplies products by the slopes of the weights
 //     slope_scale()                   what the slopes are to be multiplied by besides
-//     kUnitRows                       whether rows are scaled to length one, by their factors
-// Where rows are not, their factors are their weights, 0 for one without any: what a pair weighs is multiplied by those
-// of both rows, of mine only at the end. Outputs are divided by the sum of their weights instead of their length, and
-// gradients are of the accumulator's type. Then there are, slopes instead of the one above:
-//     cosine_scale[batch_head]        what makes products of rows cosines
-//     slopes(place, signed_as, other_factors, x, products, row_sums)
-//                                     multiplies both by the factors of others too, and adds to row_sums
-//     kSumsRows, row_sums[row]        whether and where row_sums go, a number for each row of mine
 // The threads of a warp call weigh and slopes together, each with n x 4 pairs of a tile, which place says; rows without
 // a weight, and places past the last row, may get any.
 #pragma once
@@ -60,7 +52,7 @@ __global__ void __launch_bounds__(kRowThreads)
   infinite = sum_of_lanes(infinite, lane_bits);
   if (!exists || place.lane != 0) return;
   T inverse = square == 0 ? 0 : 1 / sqrt(square) + infinite;
-  if (!pairs.is_real(place.head, place.row)) inverse = kMasked<Pairs>;
+  if (!pairs.is_real(place.head, place.row)) inverse = kMasked;
   inverse_length[int64_t{place.head} * count + place.row] = inverse;
 }
 
@@ -95,15 +87,15 @@ class Launcher {
   }
 
   void weighted_sum(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out,
-                    Accumulator<In>* norms) const {
+                    Accumulator<In>* inverse_length) const {
     if (suits_mma(mine) && suits_mma(others))
       with_mma_columns([&](auto columns) {
         using Place = SumPlace<In, columns(), Pairs>;
         launch_tiles<Place, MmaShared<Place, false>>(weighted_sum_mma_kernel<In, columns(), Pairs>, mine, others, pairs,
-                                                     mutable_rows_of<In>(out), norms);
+                                                     mutable_rows_of<In>(out), inverse_length);
       });
     else
-      weighted_sum_any(mine, others, pairs, out, norms);
+      weighted_sum_any(mine, others, pairs, out, inverse_length);
   }
 
   void gradient(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out) const {
@@ -111,7 +103,7 @@ class Launcher {
       with_mma_columns([&](auto columns) {
         using Place = GradientPlace<In, columns()>;
         launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<In, columns(), false, Pairs>, mine, others,
-                                                    pairs, mutable_rows_of<Gradient<In, Pairs>>(out), Rows<In>{});
+                                                    pairs, mutable_rows_of<In>(out), Rows<In>{});
       });
     else
       gradient_any(mine, others, pairs, out);
@@ -125,8 +117,7 @@ class Launcher {
       with_mma_columns([&](auto columns) {
         using Place = GradientPlace<In, columns()>;
         launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<In, columns(), true, Pairs>, mine, others,
-                                                    pairs, mutable_rows_of<Gradient<In, Pairs>>(out),
-                                                    mutable_rows_of<In>(out_values));
+                                                    pairs, mutable_rows_of<In>(out), mutable_rows_of<In>(out_values));
       });
     } else {
       gradient_any(mine, others, pairs, out);
@@ -136,16 +127,16 @@ class Launcher {
 
  private:
   void weighted_sum_any(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out,
-                        Accumulator<In>* norms) const {
+                        Accumulator<In>* inverse_length) const {
     launch_tiles<Place, Shared<Accumulator<In>>>(
         columns_ <= kTile ? weighted_sum_kernel<In, 1, Pairs> : weighted_sum_kernel<In, kMaxColumns / kTile, Pairs>,
-        mine, others, pairs, mutable_rows_of<In>(out), norms);
+        mine, others, pairs, mutable_rows_of<In>(out), inverse_length);
   }
 
   void gradient_any(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out) const {
     launch_tiles<Place, Shared<Accumulator<In>>>(
         columns_ <= kTile ? gradient_kernel<In, 1, Pairs> : gradient_kernel<In, kMaxColumns / kTile, Pairs>, mine,
-        others, pairs, mutable_rows_of<Gradient<In, Pairs>>(out));
+        others, pairs, mutable_rows_of<In>(out));
   }
 
   // Whether tensor cores take the sizes, and every piece of 16 bytes is aligned.

@@ -10,8 +10,7 @@ namespace {
 // rows of a block, where nothing else is said
 constexpr int kTile = 64;
 // a row's factor where it has no weight, whatever stands in it
-template <class Pairs>
-constexpr int kMasked = Pairs::kUnitRows ? -1 : 0;
+constexpr int kMasked = -1;
 
 struct Range {
   int64_t begin, end;
@@ -21,7 +20,7 @@ struct Range {
 template <class In>
 struct Side {
   Rows<const In> rows, values;
-  // [B, H, count]: the rows' inverse lengths, or their weights
+  // [B, H, count]: the rows' inverse lengths
   const Accumulator<In>* factors;
   int64_t count;
 };
@@ -29,19 +28,6 @@ struct Side {
 struct Sizes {
   int64_t heads, columns, value_columns;
 };
-
-// Where gradients go that are not those of the operator's inputs yet, those of rows that are not scaled to length one.
-template <class In, class Pairs>
-using Gradient = std::conditional_t<Pairs::kUnitRows, In, Accumulator<In>>;
-
-// What makes products of rows cosines.
-template <class T, class Pairs>
-__device__ __forceinline__ T cosine_scale_of(const Pairs& pairs, int64_t batch_head) {
-  if constexpr (Pairs::kUnitRows)
-    return 1;
-  else
-    return pairs.cosine_scale[batch_head];
-}
 
 // Which rows a block has.
 struct Block {

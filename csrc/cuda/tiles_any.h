@@ -24,9 +24,6 @@ struct Place {
 
   __device__ __forceinline__ static int row(int b, int) { return threadIdx.x / kSpan + kSpan * b; }
   __device__ __forceinline__ static int other(int, int i) { return threadIdx.x % kSpan + kSpan * i; }
-  // which of the thread's kMyRows rows that of a pair is
-  static constexpr int kMyRows = 4;
-  __device__ __forceinline__ static constexpr int my_row(int b, int) { return b; }
 };
 
 template <class T>
@@ -44,29 +41,29 @@ struct Shared {
 };
 
 // Loads the factors of rows first..first + kTile; kMasked past the end.
-template <class Pairs, class T>
+template <class T>
 __device__ __forceinline__ void load_factors(T* to, const T* factors, int64_t batch_head, int64_t first,
                                              int64_t count) {
   for (int64_t i = threadIdx.x; i < kTile; i += kThreads)
-    to[i] = first + i < count ? factors[batch_head * count + first + i] : static_cast<T>(kMasked<Pairs>);
+    to[i] = first + i < count ? factors[batch_head * count + first + i] : static_cast<T>(kMasked);
 }
 
 // Loads `columns` columns, those from `begin` on, of kTile rows, scaled to unit rows or not; 0 where there is nothing.
-template <class Pairs, int columns, class T, class In, int stride>
+template <int columns, class T, class In, int stride>
 __device__ __forceinline__ void load_tile(T (&to)[kTile][stride], const Rows<const In>& rows, const Block& block,
                                           int64_t first, int64_t begin, int64_t end, const T* factors, bool unit) {
   for (int i = threadIdx.x; i < kTile * columns; i += kThreads) {
     const int row = i / columns, column = i % columns;
     const T scale = factors[row];
     T x = 0;
-    if (scale != kMasked<Pairs> && begin + column < end)
+    if (scale != kMasked && begin + column < end)
       x = static_cast<T>(rows.at(block.batch, block.head, first + row)[begin + column]) * (unit ? scale : 1);
     to[row][column] = x;
   }
 }
 
 // out = mine . others
-template <class Pairs, class T, class In>
+template <class T, class In>
 __device__ __forceinline__ void multiply_rows(Shared<T>& shared, const Rows<const In>& mine,
                                               const Rows<const In>& others, const Block& block, int64_t first_other,
                                               int64_t columns, bool unit, T (&out)[4][4]) {
@@ -75,8 +72,8 @@ __device__ __forceinline__ void multiply_rows(Shared<T>& shared, const Rows<cons
   for (int64_t c = 0; c < columns; c += kDepth) {
     // what was there has been read, and the factors are there
     __syncthreads();
-    load_tile<Pairs, kDepth>(shared.chunks.mine, mine, block, block.first, c, columns, shared.my_factors, unit);
-    load_tile<Pairs, kDepth>(shared.chunks.others, others, block, first_other, c, columns, shared.other_factors, unit);
+    load_tile<kDepth>(shared.chunks.mine, mine, block, block.first, c, columns, shared.my_factors, unit);
+    load_tile<kDepth>(shared.chunks.others, others, block, first_other, c, columns, shared.other_factors, unit);
     __syncthreads();
 #pragma unroll 4
     for (int d = 0; d < kDepth; ++d)
@@ -86,12 +83,6 @@ __device__ __forceinline__ void multiply_rows(Shared<T>& shared, const Rows<cons
         for (int i = 0; i < 4; ++i)
           out[b][i] += shared.chunks.mine[Place::row(b, i)][d] * shared.chunks.others[Place::other(b, i)][d];
   }
-}
-
-template <class T>
-__device__ __forceinline__ void multiply(T (&x)[4][4], T by) {
-#pragma unroll
-  for (int i = 0; i < 16; ++i) x[i / 4][i % 4] *= by;
 }
 
 // 1 - |cosine|, not less than 0.
@@ -105,7 +96,7 @@ __device__ __forceinline__ void take_versines(const T (&cosines)[4][4], T (&vers
 }
 
 // sums += weights others
-template <class Pairs, int column_tiles, class T, class In>
+template <int column_tiles, class T, class In>
 __device__ __forceinline__ void add_weighted(Shared<T>& shared, const T (&weights)[4][4], const Rows<const In>& others,
                                              const Block& block, int64_t first_other, int64_t columns, bool unit,
                                              T (&sums)[column_tiles][4][4]) {
@@ -117,8 +108,7 @@ __device__ __forceinline__ void add_weighted(Shared<T>& shared, const T (&weight
   for (int tile = 0; tile < column_tiles; ++tile) {
     if (tile * kTile >= columns) break;
     __syncthreads();
-    load_tile<Pairs, kTile>(shared.source, others, block, first_other, tile * kTile, columns, shared.other_factors,
-                            unit);
+    load_tile<kTile>(shared.source, others, block, first_other, tile * kTile, columns, shared.other_factors, unit);
     __syncthreads();
 #pragma unroll 4
     for (int other = 0; other < kTile; ++other)
@@ -138,58 +128,40 @@ __device__ __forceinline__ T span_sum(T x) {
   return x;
 }
 
-// out = the sum of the others' values by the weights. With a place for norms: of length one, these the inverse lengths
-// before, or with weighted rows divided by the sum of the weights, these the sums.
+// out = the sum of the others' values by the weights. With a place for inverse lengths: of length one.
 template <class In, int column_tiles, class Pairs>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     weighted_sum_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out,
-                        Accumulator<In>* norms) {
+                        Accumulator<In>* inverse_length) {
   using T = Accumulator<In>;
   auto& shared = *shared_memory<Shared<T>>();
   const Block block(sizes.heads, mine.count);
-  load_factors<Pairs>(shared.my_factors, mine.factors, block.batch_head, block.first, mine.count);
+  load_factors(shared.my_factors, mine.factors, block.batch_head, block.first, mine.count);
   T sums[column_tiles][4][4] = {};
-  [[maybe_unused]] T weight_sums[4] = {};
-  const T cosine_scale = cosine_scale_of<T>(pairs, block.batch_head);
   const Range range = pairs.near(block.first, block.last, others.count);
   for (int64_t first = range.begin; first < range.end; first += kTile) {
     __syncthreads();
-    load_factors<Pairs>(shared.other_factors, others.factors, block.batch_head, first, others.count);
+    load_factors(shared.other_factors, others.factors, block.batch_head, first, others.count);
     T cosines[4][4], weights[4][4];
-    multiply_rows<Pairs>(shared, mine.rows, others.rows, block, first, sizes.columns, Pairs::kUnitRows, cosines);
-    multiply(cosines, cosine_scale);
+    multiply_rows(shared, mine.rows, others.rows, block, first, sizes.columns, true, cosines);
     take_versines(cosines, weights);
     const Place place{block.batch_head, block.first, first};
     pairs.weigh(place, cosines, weights);
-    if constexpr (!Pairs::kUnitRows) {
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        weights[i / 4][i % 4] *= shared.other_factors[Place::other(i / 4, i % 4)];
-        weight_sums[i / 4] += weights[i / 4][i % 4];
-      }
-    }
-    add_weighted<Pairs, column_tiles>(shared, weights, others.values, block, first, sizes.value_columns, false, sums);
+    add_weighted<column_tiles>(shared, weights, others.values, block, first, sizes.value_columns, false, sums);
   }
   // where there was no other
   __syncthreads();
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     const int64_t row = block.first + Place::row(b, 0);
-    const T factor = shared.my_factors[Place::row(b, 0)];
-    T scale = Pairs::kUnitRows ? (factor == kMasked<Pairs> ? 0 : 1) : factor;
-    if (norms != nullptr) {
-      T norm = 0;
-      if constexpr (Pairs::kUnitRows) {
-        T square = 0;
+    T scale = shared.my_factors[Place::row(b, 0)] == kMasked ? 0 : 1;
+    if (inverse_length != nullptr) {
+      T square = 0;
 #pragma unroll
-        for (int i = 0; i < column_tiles * 4; ++i) square += sums[i / 4][b][i % 4] * sums[i / 4][b][i % 4];
-        square = span_sum(square);
-        norm = scale = square > 0 ? 1 / sqrt(square) : 0;
-      } else {
-        norm = span_sum(weight_sums[b]);
-        scale = norm > 0 ? 1 / norm : 0;
-      }
-      if (row < mine.count && threadIdx.x % kSpan == 0) norms[block.batch_head * mine.count + row] = norm;
+      for (int i = 0; i < column_tiles * 4; ++i) square += sums[i / 4][b][i % 4] * sums[i / 4][b][i % 4];
+      square = span_sum(square);
+      scale = square > 0 ? 1 / sqrt(square) : 0;
+      if (row < mine.count && threadIdx.x % kSpan == 0) inverse_length[block.batch_head * mine.count + row] = scale;
     }
 #pragma unroll
     for (int i = 0; i < column_tiles * 4; ++i) {
@@ -200,63 +172,50 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// out = the gradient of my rows: the sum of the others' rows by slope times product of values; of unit rows, taken
-// through the scaling of my rows to length one
+// out = the gradient of my rows: the sum of the others' rows by slope times product of values, taken through the scaling
+// of my rows to length one
 template <class In, int column_tiles, class Pairs>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    gradient_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<Gradient<In, Pairs>> out) {
+    gradient_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out) {
   using T = Accumulator<In>;
   auto& shared = *shared_memory<Shared<T>>();
   const Block block(sizes.heads, mine.count);
-  load_factors<Pairs>(shared.my_factors, mine.factors, block.batch_head, block.first, mine.count);
+  load_factors(shared.my_factors, mine.factors, block.batch_head, block.first, mine.count);
   T sums[column_tiles][4][4] = {};
-  [[maybe_unused]] T row_sums[Place::kMyRows] = {};
-  const T cosine_scale = cosine_scale_of<T>(pairs, block.batch_head);
   const Range range = pairs.near(block.first, block.last, others.count);
   for (int64_t first = range.begin; first < range.end; first += kTile) {
     __syncthreads();
-    load_factors<Pairs>(shared.other_factors, others.factors, block.batch_head, first, others.count);
+    load_factors(shared.other_factors, others.factors, block.batch_head, first, others.count);
     T cosines[4][4], weights[4][4], products[4][4];
-    multiply_rows<Pairs>(shared, mine.rows, others.rows, block, first, sizes.columns, Pairs::kUnitRows, cosines);
-    multiply(cosines, cosine_scale);
+    multiply_rows(shared, mine.rows, others.rows, block, first, sizes.columns, true, cosines);
     take_versines(cosines, weights);
-    multiply_rows<Pairs>(shared, mine.values, others.values, block, first, sizes.value_columns, false, products);
+    multiply_rows(shared, mine.values, others.values, block, first, sizes.value_columns, false, products);
     const Place place{block.batch_head, block.first, first};
-    if constexpr (Pairs::kUnitRows)
-      pairs.slopes(place, cosines, weights, products);
-    else
-      pairs.slopes(place, cosines, shared.other_factors, weights, products, row_sums);
-    add_weighted<Pairs, column_tiles>(shared, products, others.rows, block, first, sizes.columns, Pairs::kUnitRows,
-                                      sums);
+    pairs.slopes(place, cosines, weights, products);
+    add_weighted<column_tiles>(shared, products, others.rows, block, first, sizes.columns, true, sums);
   }
   __syncthreads();
-  const T scale = pairs.template slope_scale<T>() * cosine_scale;
+  const T scale = pairs.template slope_scale<T>();
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     const int64_t row = block.first + Place::row(b, 0);
     const T factor = shared.my_factors[Place::row(b, 0)];
     const In* from = mine.rows.at(block.batch, block.head, row);
     const auto unit = [&](int64_t column) -> T {
-      if (!Pairs::kUnitRows || factor == kMasked<Pairs> || column >= sizes.columns) return 0;
+      if (factor == kMasked || column >= sizes.columns) return 0;
       return static_cast<T>(from[column]) * factor;
     };
     T along = 0;
-    if constexpr (Pairs::kUnitRows) {
 #pragma unroll
-      for (int i = 0; i < column_tiles * 4; ++i)
-        along += sums[i / 4][b][i % 4] * unit(i / 4 * kTile + Place::other(b, i % 4));
-      along = span_sum(along);
-    }
-    if constexpr (Pairs::kSumsRows) {
-      const T row_sum = span_sum(row_sums[b]) * factor;
-      if (row < mine.count && threadIdx.x % kSpan == 0) pairs.row_sums[block.batch_head * mine.count + row] = row_sum;
-    }
+    for (int i = 0; i < column_tiles * 4; ++i)
+      along += sums[i / 4][b][i % 4] * unit(i / 4 * kTile + Place::other(b, i % 4));
+    along = span_sum(along);
 #pragma unroll
     for (int i = 0; i < column_tiles * 4; ++i) {
       const int64_t column = i / 4 * kTile + Place::other(b, i % 4);
       if (row < mine.count && column < sizes.columns)
-        out.at(block.batch, block.head, row)[column] = static_cast<Gradient<In, Pairs>>(
-            factor == kMasked<Pairs> ? 0 : (sums[i / 4][b][i % 4] - along * unit(column)) * factor * scale);
+        out.at(block.batch, block.head, row)[column] =
+            static_cast<In>(factor == kMasked ? 0 : (sums[i / 4][b][i % 4] - along * unit(column)) * factor * scale);
     }
   }
 }

@@ -36,9 +36,6 @@ struct MmaPlace {
     return threadIdx.x / kWarp * kWarpRows + warp_lane() / 4 + i / 2 * 8;
   }
   __device__ __forceinline__ static int other(int b, int i) { return b * 8 + warp_lane() % 4 * 2 + i % 2; }
-  // which of the thread's kMyRows rows that of a pair is
-  static constexpr int kMyRows = 2;
-  __device__ __forceinline__ static constexpr int my_row(int, int i) { return i / 2; }
 };
 // as many rows and others as leave shared memory to other blocks
 template <class In, int columns, class Pairs>
@@ -101,7 +98,7 @@ class MmaReader {
 #pragma unroll
     for (int r = 0; r < count; r += Place::kRowsOfStep) {
       const int row = threadIdx.x / Place::kPieces + r;
-      const bool masked = Pairs::kMasksRows && row < left_ && factors_[row] == kMasked<Pairs>;
+      const bool masked = Pairs::kMasksRows && row < left_ && factors_[row] == kMasked;
       copy_ahead<16>(to.rows + place_ + r * Place::kStride, rows_, masked || r >= rows_left_);
       rows_ += Place::kRowsOfStep * side_.rows.row_stride;
       if constexpr (with_values) {
@@ -237,14 +234,6 @@ __device__ __forceinline__ void take_versines(const float (&products)[n][4], con
   }
 }
 
-// The like of products that one number makes cosines.
-template <int n>
-__device__ __forceinline__ void take_versines(const float (&products)[n][4], float cosine_scale,
-                                              float (&versines)[n][4]) {
-#pragma unroll
-  for (int i = 0; i < n * 4; ++i) versines[i / 4][i % 4] = 1 - fabsf(products[i / 4][i % 4]) * cosine_scale;
-}
-
 // The sum over the lanes that have columns of the same rows.
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(kAllLanes, x, 1);
@@ -279,14 +268,6 @@ __device__ __forceinline__ void scale_into_range(float (&slopes)[n][4], float (&
 }
 
 // Stores the thread's part of a row: sums[*][half * 2] and sums[*][half * 2 + 1], scaled.
-template <int n>
-__device__ __forceinline__ void store_row(float* to, const float (&sums)[n][4], int half, float scale, int64_t end) {
-  to += warp_lane() % 4 * 2;
-#pragma unroll
-  for (int b = 0; b < n; ++b)
-    if (b * 8 < end)
-      *reinterpret_cast<float2*>(to + b * 8) = {sums[b][half * 2] * scale, sums[b][half * 2 + 1] * scale};
-}
 template <class In, int n>
 __device__ __forceinline__ void store_row(In* to, const float (&sums)[n][4], int half, float scale, int64_t end) {
   to += warp_lane() % 4 * 2;
@@ -300,7 +281,7 @@ __device__ __forceinline__ void store_row(In* to, const float (&sums)[n][4], int
 template <class In, int columns, class Pairs>
 __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2)
     weighted_sum_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out,
-                            float* norms) {
+                            float* inverse_length) {
   using Place = SumPlace<In, columns, Pairs>;
   constexpr int kOthers = Place::kOthers;
   auto& shared = *shared_memory<MmaShared<Place, false>>();
@@ -308,15 +289,11 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
   const Range range = pairs.near(block.first, block.last, others.count);
   const int count = static_cast<int>(others.count), first_row = static_cast<int>(block.first);
   float sums[columns / 8][4] = {}, weight_sum[2] = {}, rounded_sum[4] = {};
-  [[maybe_unused]] const float cosine_scale = cosine_scale_of<float>(pairs, block.batch_head);
   const bool few = count <= kFewOthers;
   for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](int first, const auto& tile) {
     float cosines[kOthers / 8][4], weights[kOthers / 8][4];
     multiply_mma<columns>(shared.mine.rows, tile.rows, cosines);
-    if constexpr (Pairs::kUnitRows)
-      take_versines<Place>(cosines, shared.mine.factors, tile.factors, weights);
-    else
-      take_versines(cosines, cosine_scale, weights);
+    take_versines<Place>(cosines, shared.mine.factors, tile.factors, weights);
     const Place place{block.batch_head, first_row, first};
     pairs.weigh(place, cosines, weights);
     if (Pairs::kPositive && first + kOthers > count) {
@@ -328,7 +305,7 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
     }
 #pragma unroll
     for (int i = 0; i < kOthers / 2; ++i) {
-      weights[i / 4][i % 4] *= Pairs::kUnitRows ? kWeightScale<In> : tile.factors[Place::other(i / 4, i % 4)];
+      weights[i / 4][i % 4] *= kWeightScale<In>;
       weight_sum[i % 4 / 2] += weights[i / 4][i % 4];
     }
     uint32_t rounded[kOthers / 16][4];
@@ -343,20 +320,15 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
   for (int half = 0; half < 2; ++half) {
     const int tile_row = Place::row(0, half * 2), row = first_row + tile_row;
     float scale = 1 / kWeightScale<In>;
-    if (Pairs::kMasksRows && shared.mine.factors[tile_row] == kMasked<Pairs>) scale = 0;
-    if constexpr (!Pairs::kUnitRows) {
-      // divided by what they were multiplied by: what the weights' rounding has in common drops out
-      const float weight = quad_sum(weight_sum[half]), divisor = few ? weight : rounded_sum[half * 2];
-      scale = divisor > 0 ? 1 / divisor : 0;
-      if (row < mine.count && warp_lane() % 4 == 0) norms[block.batch_head * mine.count + row] = weight;
-    } else if constexpr (Pairs::kPositive) {
+    if (Pairs::kMasksRows && shared.mine.factors[tile_row] == kMasked) scale = 0;
+    if constexpr (Pairs::kPositive) {
       // what the weights' rounding has in common: with equal keys, all of it
       const float weight = quad_sum(weight_sum[half]), rounded = rounded_sum[half * 2];
       const float ratio = !few && rounded > 0 ? weight / rounded : 1;
 #pragma unroll
       for (int i = 0; i < columns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= ratio;
     }
-    if (Pairs::kUnitRows && norms != nullptr) {
+    if (inverse_length != nullptr) {
       float square = 0;
 #pragma unroll
       for (int i = 0; i < columns / 4; ++i) {
@@ -366,7 +338,7 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
       square = quad_sum(square);
       const float inverse = square > 0 ? 1 / sqrt(square) : 0;
       scale *= inverse;
-      if (row < mine.count && warp_lane() % 4 == 0) norms[block.batch_head * mine.count + row] = inverse;
+      if (row < mine.count && warp_lane() % 4 == 0) inverse_length[block.batch_head * mine.count + row] = inverse;
     }
     if (row < mine.count)
       store_row(out.at(block.batch, block.head, row), sums, half, scale, sizes.value_columns);
@@ -376,7 +348,7 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
 // gradient_kernel on tensor cores; with the gradient of my values too, where there is a place for it
 template <class In, int columns, bool with_values, class Pairs>
 __global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads)
-    gradient_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<Gradient<In, Pairs>> out,
+    gradient_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out,
                         Rows<In> out_values) {
   using Place = GradientPlace<In, columns>;
   constexpr int kOthers = Place::kOthers;
@@ -385,36 +357,27 @@ __global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads)
   const Range range = pairs.near(block.first, block.last, others.count);
   const int count = static_cast<int>(others.count), first_row = static_cast<int>(block.first);
   float sums[columns / 8][4] = {}, value_sums[with_values ? columns / 8 : 1][4] = {};
-  [[maybe_unused]] float row_sums[Place::kMyRows] = {};
-  const float cosine_scale = cosine_scale_of<float>(pairs, block.batch_head);
   // the largest power of two, since nothing was added yet
   float scale[2] = {0x1p127f, 0x1p127f};
   const bool few = count <= kFewOthers;
   for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](int first, const auto& tile) {
     float cosines[kOthers / 8][4], weights[kOthers / 8][4], products[kOthers / 8][4];
     multiply_mma<columns>(shared.mine.rows, tile.rows, cosines);
-    if constexpr (Pairs::kUnitRows)
-      take_versines<Place>(cosines, shared.mine.factors, tile.factors, weights);
-    else
-      take_versines(cosines, cosine_scale, weights);
+    take_versines<Place>(cosines, shared.mine.factors, tile.factors, weights);
     multiply_mma<columns>(shared.mine.values, tile.values, products);
     const Place place{block.batch_head, first_row, first};
-    if constexpr (Pairs::kUnitRows) {
-      pairs.slopes(place, cosines, weights, products);
+    pairs.slopes(place, cosines, weights, products);
 #pragma unroll
-      for (int i = 0; i < kOthers / 2; ++i) {
-        products[i / 4][i % 4] *= tile.factors[Place::other(i / 4, i % 4)];
-        weights[i / 4][i % 4] *= kWeightScale<In>;
-      }
-    } else {
-      pairs.slopes(place, cosines, tile.factors, weights, products, row_sums);
+    for (int i = 0; i < kOthers / 2; ++i) {
+      products[i / 4][i % 4] *= tile.factors[Place::other(i / 4, i % 4)];
+      weights[i / 4][i % 4] *= kWeightScale<In>;
     }
     if constexpr (std::is_same_v<In, Half>) scale_into_range(products, scale, sums);
     uint32_t rounded[kOthers / 16][4];
     add_weighted_mma<columns>(products, tile.rows, few, sums, rounded);
     if constexpr (with_values) add_weighted_mma<columns>(weights, tile.values, few, value_sums, rounded);
   });
-  const float slope_scale = pairs.template slope_scale<float>() * cosine_scale;
+  const float slope_scale = pairs.template slope_scale<float>();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int tile_row = Place::row(0, half * 2);
@@ -423,29 +386,21 @@ __global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads)
     const float factor = std::is_same_v<In, Half> ? slope_scale / scale[half] : slope_scale;
 #pragma unroll
     for (int i = 0; i < columns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= factor;
-    if constexpr (Pairs::kUnitRows) {
-      float along = 0;
+    float along = 0;
 #pragma unroll
-      for (int i = 0; i < columns / 4; ++i)
-        along += sums[i / 2][half * 2 + i % 2] * (static_cast<float>(from[i / 2 * 8 + i % 2]) * my_factor);
-      along = quad_sum(along);
+    for (int i = 0; i < columns / 4; ++i)
+      along += sums[i / 2][half * 2 + i % 2] * (static_cast<float>(from[i / 2 * 8 + i % 2]) * my_factor);
+    along = quad_sum(along);
 #pragma unroll
-      for (int i = 0; i < columns / 4; ++i)
-        sums[i / 2][half * 2 + i % 2] -= along * (static_cast<float>(from[i / 2 * 8 + i % 2]) * my_factor);
-    }
+    for (int i = 0; i < columns / 4; ++i)
+      sums[i / 2][half * 2 + i % 2] -= along * (static_cast<float>(from[i / 2 * 8 + i % 2]) * my_factor);
     const int row = first_row + tile_row;
-    if constexpr (Pairs::kSumsRows) {
-      const float row_sum = quad_sum(row_sums[half]) * my_factor;
-      if (row < mine.count && warp_lane() % 4 == 0) pairs.row_sums[block.batch_head * mine.count + row] = row_sum;
-    }
     if (row < mine.count) {
       store_row(out.at(block.batch, block.head, row), sums, half,
                 mine.factors[block.batch_head * mine.count + row], sizes.columns);
       if constexpr (with_values)
         store_row(out_values.at(block.batch, block.head, row), value_sums, half,
-                  Pairs::kUnitRows ? (Pairs::kMasksRows && my_factor == kMasked<Pairs> ? 0 : 1 / kWeightScale<In>)
-                                   : my_factor,
-                  sizes.value_columns);
+                  Pairs::kMasksRows && my_factor == kMasked ? 0 : 1 / kWeightScale<In>, sizes.value_columns);
     }
   }
 }

@@ -8,12 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .graphs import (
-    expectation_attention_graph,
-    sampled_attention_graph,
-    softmax_like_attention_graph,
-    softmax_like_weights,
-)
+from .graphs import expectation_attention_graph, sampled_attention_graph
 from .hashing import EXACT_RANGE, MAX_EXACT_HASH_CODE_LEN, MAX_HASH_CODE_LEN, HashFunctions, check_integer
 from .ops import (
     compiled_backends,
@@ -21,11 +16,11 @@ from .ops import (
     local_attention,
     sampled_attention,
     sampled_remainder,
-    softmax_like_attention,
+    softmax_attention,
 )
-from .reference import MAX_LOGARITHM, count_rows, less_masked, real_rows
+from .reference import MAX_LOGARITHM, less_masked, real_rows
 
-HAS_CUDA_KERNELS = "cuda" in compiled_backends()
+HAS_CPU_KERNELS, HAS_CUDA_KERNELS = (name in compiled_backends() for name in ("cpu", "cuda"))
 
 NORMALIZATIONS = ("l2", "sum", None)
 SIMILARITIES = ("cosine", "softmax")
@@ -39,11 +34,13 @@ NUM_HEAVY_KEYS = 64
 # CPUs in float32. "cosine": that at which "yoso" and "yoso expectation" cross, m = 32, tau = 9, D = 64, between that
 # of the forward and that of forward with backward, by
 #     python benchmarks/bench_attention.py --groups lengths --lengths 256 320 384 512 --output crossing.json
-# "softmax": 48 m is where the two cross in the forward with D = 32, and 28 m with D = 64, by
+# "softmax": 53 m is where the two cross in the forward with D = 32, and 28 m with D = 64, by
 #     python benchmarks/bench_embeddings.py --settings softmax exact "sampled, tau 13, m 64" \
-#         --lengths 2048 2560 3072 --output crossing.json
+#         --lengths 1792 2304 2560 3584 --output crossing.json
 # with models and the files of its docstring; at 40 m both take less time than softmax with either.
 EXACT_TOKENS_PER_HASH = {"cosine": 11, "softmax": 40}
+# by count, not measured (docs/cuda.md): PyTorch's softmax, which is exact there, is faster on a GPU
+SOFTMAX_TOKENS_PER_HASH_ON_CUDA = 256
 
 if torch.__version__ >= "2.13":
     from torch.compiler import is_exporting
@@ -54,18 +51,24 @@ else:
 
 
 def exact_is_cheaper(
-    num_queries: int, num_keys: int, num_hash: int, similarity: Literal["cosine", "softmax"] = "cosine"
+    num_queries: int,
+    num_keys: int,
+    num_hash: int,
+    similarity: Literal["cosine", "softmax"] = "cosine",
+    device: torch.device | str = "cpu",
 ) -> bool:
-    """Whether expectation="auto" takes the exact kernel: its cost grows as N M, that of sampling as (N + M) m.
+    """Whether expectation="auto" takes the exact weights: their cost grows as N M, that of sampling as (N + M) m.
 
     Args:
         num_queries: N, >= 1; padding counts.
         num_keys: M, >= 1; padding counts.
         num_hash: m, >= 1.
         similarity: as for yoso_attention.
+        device: of the tensors; it matters to "softmax" only.
 
     Returns:
-        True while the harmonic mean of N and M is at most EXACT_TOKENS_PER_HASH[similarity] m.
+        True while the harmonic mean of N and M is at most EXACT_TOKENS_PER_HASH[similarity] m. Of "softmax" with CUDA
+        kernels, SOFTMAX_TOKENS_PER_HASH_ON_CUDA stands in place of that, and without compiled kernels all is exact.
 
     Raises:
         ValueError: torch.export with a dynamic length or strict=True; an exported program has one of the two kernels.
@@ -77,8 +80,13 @@ def exact_is_cheaper(
             'expectation="auto" (use_expectation of a model, yoso_use_expectation of an encoder) cannot be exported '
             "with a dynamic length or strict=True: choose True or False, or export a fixed length with strict=False"
         )
+    tokens, device_type = EXACT_TOKENS_PER_HASH[similarity], torch.device(device).type
+    if similarity == "softmax" and device_type == "cuda" and HAS_CUDA_KERNELS:
+        tokens = SOFTMAX_TOKENS_PER_HASH_ON_CUDA
+    elif similarity == "softmax" and not (device_type == "cpu" and HAS_CPU_KERNELS):
+        return True
     # one rule with and without gradients: checkpointing runs a layer both ways, and must compute the same twice
-    return 2 * num_queries * num_keys <= EXACT_TOKENS_PER_HASH[similarity] * (num_queries + num_keys) * num_hash
+    return 2 * num_queries * num_keys <= tokens * (num_queries + num_keys) * num_hash
 
 
 def yoso_attention(
@@ -113,9 +121,9 @@ def yoso_attention(
         hash_code_len: tau, bits of a code, 1..16, or 1..32 with expectation=True: the higher, the sharper the
             attention. A list of H numbers gives every head its own.
         num_hash: m, the number of hash functions, >= 1: the higher, the less noise, at a cost in proportion.
-        expectation: True for the expectation itself, or with similarity="softmax" what is close to it: O(N M) time,
-            O(N + M) memory, no randomness. "auto": the same where exact_is_cheaper says so, else sampled; padding
-            counts there, so an output may depend on how far its inputs are padded.
+        expectation: True for the expectation itself: O(N M) time, O(N + M) memory, no randomness. "auto": the same
+            where exact_is_cheaper says so, else sampled; padding counts there, so an output may depend on how far its
+            inputs are padded.
         hash_functions: the hash functions, whose sizes replace num_hash and hash_code_len; None: drawn from torch's
             global generator. With a list in hash_code_len, a head's codes are their first so many bits. Nothing
             is drawn or hashed where the expectation is computed.
@@ -125,18 +133,17 @@ def yoso_attention(
             with p sampled, linear in time; "expectation": the same bound with p exact, O(N M);
             "exact": the true derivative, only with expectation=True. With expectation=True nothing is sampled, and
             "sampled" means "expectation". The gradient of value is always the true one.
-        similarity: "cosine": the weights above. "softmax": weights that stand in for those of softmax attention,
-            exp(scale query . key). Queries are taken less their mean over the sequence, and keys less one of theirs,
-            as softmax does not notice what all keys share, and what the queries share is a weight of each key,
-            exp(scale mean of queries . key). That one is exact. Where the expectation is computed, the kernel of power
-            128 stands for what is left, x being the dot product in the scale in which that is closest to exp,
-            hash_code_len has no effect, and backward is "exact". Where sampled, what is left is exp itself, up to
-            exp(60): exact for the 64 keys of the largest weight, and for the others 1 plus the dot product, exact,
-            plus an estimate of the rest, from the pairs whose codes agree in all bits or in none. Its expectation does
-            not depend on hash_code_len: shorter codes are less noisy, and take longer. A query that avoids, by far
-            more than 60 in the exponent, a key that most queries agree on, has no weight that float32 can hold, and
-            gets zero. Needs normalization="sum" and, where sampled, one hash_code_len, backward="sampled" and no
-            local_window. With N = M, masked positions do not count as queries either.
+        similarity: "cosine": the weights above. "softmax": those of softmax attention, exp(scale query . key). Where
+            the expectation is computed, hash_code_len has no effect, backward is "exact", and on other devices than a
+            CPU PyTorch computes it. Where sampled, queries are taken less their mean over the sequence, and keys less
+            one of theirs, as softmax does not notice what all keys share, and what the queries share is a weight of
+            each key, exp(scale mean of queries . key). That one is exact, and what is left is exp, up to exp(60):
+            exact for the 64 keys of the largest weight, and for the others 1 plus the dot product, exact, plus an
+            estimate of the rest, from the pairs whose codes agree in all bits or in none. Its expectation does not
+            depend on hash_code_len: shorter codes are less noisy, and take longer. A query that avoids, by far more
+            than 60 in the exponent, a key that most queries agree on, has no weight that float32 can hold, and gets
+            zero. With N = M, masked positions are no queries there. Needs normalization="sum" and, where sampled, one
+            hash_code_len, backward="sampled" and no local_window.
         local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are
             sampled: the same expectation with less noise, at a cost of O(N local_window). Needs N = M. 0: none, not
             even a position with itself. Nothing changes where the expectation is computed.
@@ -161,25 +168,22 @@ def yoso_attention(
     if similarity == "softmax" and expectation is not True:
         _check_sampled_softmax(hash_code_len, backward, local_window)
     if expectation == "auto":
-        expectation = exact_is_cheaper(query.shape[2], key.shape[2], num_hash, similarity)
+        expectation = exact_is_cheaper(query.shape[2], key.shape[2], num_hash, similarity, query.device)
 
     out_dtype = value.dtype
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if similarity == "softmax":
-        if dtype == torch.float16:
-            # weights span more than its range
-            query, key, value = query.float(), key.float(), value.float()
         scale = scale or head_dim**-0.5
-        if expectation:
-            attend = softmax_like_attention_graph if torch.onnx.is_in_onnx_export() else softmax_like_attention
-            out, _ = attend(query, key, value, key_mask, scale)
-        else:
+        with torch.autocast(query.device.type, enabled=False):
+            if expectation:
+                return _softmax(query, key, value, key_mask, scale).to(out_dtype)
+            if dtype == torch.float16:
+                # weights span more than its range
+                query, key, value = query.float(), key.float(), value.float()
             if hash_functions is None:
                 hash_functions = HashFunctions.sample(heads, head_dim, num_hash, hash_code_len, device=query.device)
-            with torch.autocast(query.device.type, enabled=False):
-                out = _sampled_softmax(query, key, value, key_mask, hash_functions, scale)
-        return out.to(out_dtype)
+            return _sampled_softmax(query, key, value, key_mask, hash_functions, scale).to(out_dtype)
     # sums of many values, or of small weights, leave float16's range; CUDA's kernels scale them before they round
     scaled_late = normalization == "sum" or (normalization == "l2" and not (query.is_cuda and HAS_CUDA_KERNELS))
     if dtype == torch.float16 and (scaled_late or (local_window > 0 and not expectation)):
@@ -255,7 +259,10 @@ def attention_weights(
     wide = torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
         if similarity == "softmax":
-            weights = softmax_like_weights(query, key, key_mask, scale or query.shape[3] ** -0.5)
+            logarithms = (scale or query.shape[3] ** -0.5) * query.to(wide) @ key.to(wide).mT
+            if key_mask is not None:
+                logarithms = logarithms.masked_fill(~key_mask[:, None, None], torch.finfo(wide).min)
+            weights = logarithms.softmax(-1)
         else:
             cosine = F.normalize(query.to(wide), dim=-1) @ F.normalize(key.to(wide), dim=-1).transpose(-1, -2)
             weights = (1 - torch.acos(cosine.clamp(-1, 1)) / math.pi) ** _by_head(hash_code_len, query)
@@ -273,17 +280,35 @@ def _by_head(hash_code_len: int | list[int] | tuple[int, ...], like: Tensor) -> 
     return hash_code_len if isinstance(hash_code_len, int) else like.new_tensor(hash_code_len).view(-1, 1, 1)
 
 
+def _softmax(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention, by the faster of the CPU kernel and PyTorch's own."""
+    if query.device.type == "cpu" and HAS_CPU_KERNELS and not torch.onnx.is_in_onnx_export():
+        out, _ = softmax_attention(query, key, value, key_mask, scale)
+        return out
+    attn_mask = None
+    if key_mask is not None:
+        key, value = (less_masked(x, real_rows(key_mask)) for x in (key, value))
+        # where no key is real, all are taken, whose values are zero: no kernel has to divide by zero
+        attn_mask = (key_mask | ~key_mask.any(1, keepdim=True))[:, None, None]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
+
+
 def _sampled_softmax(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, functions: HashFunctions, scale: float
 ) -> Tensor:
     """Softmax attention, exact in the first order of the exponent and in the heaviest keys, else sampled."""
     dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
-    real_keys, real_queries = real_rows(query, key, key_mask)
+    real_keys = real_rows(key_mask)
+    # as many queries as keys are of the same tokens
+    real_queries = real_keys if query.shape[2] == key.shape[2] else None
     query, key = less_masked(query.to(wide), real_queries), less_masked(key.to(wide), real_keys)
     value = less_masked(value, real_keys)
     with torch.no_grad():
         # softmax does not notice what is taken from all keys, nor, with the keys' weights, what is from all queries
-        query_mean = query.sum(2, keepdim=True) / count_rows(query, real_queries)
+        num_queries = (
+            max(query.shape[2], 1) if real_queries is None else real_queries.sum(2, keepdim=True).clamp(min=1)
+        )
+        query_mean = query.sum(2, keepdim=True) / num_queries
     logarithm = scale * (key @ query_mean.mT)
     if real_keys is not None:
         logarithm = logarithm.masked_fill(~real_keys, -math.inf)

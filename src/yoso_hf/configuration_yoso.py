@@ -44,9 +44,9 @@ class YosoConfig(PreTrainedConfig):
         tie_word_embeddings: share the token embeddings with the language model's output layer.
         normalization: "l2": context vectors have length one, as in the paper; "sum": they are divided by the sum of
             their weights, as in softmax attention; None: neither.
-        similarity: "cosine": weights depend on the cosine of query and key, as in the paper; "softmax": they stand in
-            for those of softmax attention (see yoso_attention), with normalization="sum" and, unless use_expectation
-            is True, one hash_code_len, local_window=0 and lsh_backward=True.
+        similarity: "cosine": weights depend on the cosine of query and key, as in the paper; "softmax": they are those
+            of softmax attention (see yoso_attention), with normalization="sum" and, unless use_expectation is True,
+            one hash_code_len, local_window=0 and lsh_backward=True.
         local_window: pairs of tokens at most so far apart get their exact weight where the others are sampled, >= 0.
         hash_seed: seed of the hash functions in eval mode, 0..2**32 - 1, drawn once for every layer; None:
             drawn afresh from torch's global generator at each call, as always in training.

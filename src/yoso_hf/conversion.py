@@ -268,8 +268,8 @@ def convert_checkpoint(
     """Write a Yoso checkpoint made of another encoder's: configuration, weights, tokenizer and a report.
 
     Every weight and every head with an exact counterpart is kept; the rest is new, drawn from torch's global
-    generator. A softmax model's attention becomes one that stands in for it: nearly the same where it is computed
-    exactly, an estimate without bias where it is sampled, whose noise moves the outputs. A YOSO model keeps its own.
+    generator. A softmax model's attention stays the same where it is computed exactly; where it is sampled, it is an
+    estimate of that without bias, whose noise moves the outputs. A YOSO model keeps its own.
 
     Args:
         source: hub name or directory of a BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA or Yoso checkpoint; or a file of

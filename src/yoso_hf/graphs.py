@@ -12,15 +12,9 @@ from .reference import (
     _accumulator,
     _finish_output,
     _hadamard,
-    _inverse,
     _kernel,
     _wide_unit_rows,
-    centred,
-    cosine_scale,
-    less_masked,
-    real_rows,
     sampled_attention,
-    softmax_like_kernel,
 )
 
 
@@ -78,23 +72,6 @@ def expectation_attention_graph(
     cosine = _wide_unit_rows(query) @ _wide_unit_rows(key).transpose(-1, -2)
     weights, _ = _kernel(cosine, hash_code_len)
     return _finish_output((weights @ _accumulator(value)).to(value.dtype), unit)
-
-
-def softmax_like_attention_graph(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention with the weights of softmax_like_weights, and their sums."""
-    weights = softmax_like_weights(query, key, key_mask, scale)
-    total = weights.sum(-1)
-    source = less_masked(_accumulator(value), real_rows(query, key, key_mask)[0])
-    return (weights @ source * _inverse(total)[..., None]).to(value.dtype), total
-
-
-def softmax_like_weights(query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
-    """The weights of softmax_like_attention, not divided by their sums, as a matrix."""
-    query, key, weight, _ = centred(query, key, key_mask, scale)
-    weights, _ = softmax_like_kernel(query @ (key * cosine_scale(query, key, scale)).mT)
-    return weights * weight.mT
 
 
 def _codes(projections: Tensor, mask: Tensor | None) -> Tensor:

@@ -131,7 +131,7 @@ class YosoSelfAttention(nn.Module):
     def hash_functions(self, device: torch.device, length: int) -> HashFunctions | None:
         if self.expectation is True:
             return None
-        if self.expectation == "auto" and exact_is_cheaper(length, length, self.num_hash, self.similarity):
+        if self.expectation == "auto" and exact_is_cheaper(length, length, self.num_hash, self.similarity, device):
             return None
         if self.training or self.hash_parameters is None:
             return HashFunctions.sample(*self.hash_sizes(), kind=self.hash_kind, device=device)

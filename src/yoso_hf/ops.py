@@ -37,9 +37,8 @@ SCHEMAS = {
     "bool unit) -> (Tensor, Tensor)",
     "expectation_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, int hash_code_len, "
     "bool exact) -> (Tensor, Tensor, Tensor)",
-    "softmax_like_attention": "(Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale) "
-    "-> (Tensor, Tensor)",
-    "softmax_like_attention_backward": "(Tensor grad, Tensor out, Tensor total, Tensor query, Tensor key, "
+    "softmax_attention": "(Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale) -> (Tensor, Tensor)",
+    "softmax_attention_backward": "(Tensor grad, Tensor out, Tensor logarithm, Tensor query, Tensor key, "
     "Tensor value, Tensor? key_mask, float scale) -> (Tensor, Tensor, Tensor)",
     "sampled_remainder": "(Tensor query, Tensor key, Tensor value, Tensor key_weight, Tensor query_codes, "
     "Tensor key_codes, int hash_code_len, float scale) -> (Tensor, Tensor)",
@@ -109,11 +108,11 @@ def _fake_expectation_backward(grad, query, key, value, hash_code_len, exact):  
     return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
 
 
-def _fake_softmax_like(query, key, value, key_mask, scale):  # noqa: ARG001
+def _fake_softmax(query, key, value, key_mask, scale):  # noqa: ARG001
     return _fake_attention(value, query.shape[2], True)
 
 
-def _fake_softmax_like_backward(grad, out, total, query, key, value, key_mask, scale):  # noqa: ARG001
+def _fake_softmax_backward(grad, out, logarithm, query, key, value, key_mask, scale):  # noqa: ARG001
     return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
 
 
@@ -203,14 +202,14 @@ def _expectation_gradients(ctx, grad, _):
     return *gradients, None, None, None
 
 
-def _save_softmax_like(ctx, inputs, output):
+def _save_softmax(ctx, inputs, output):
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*output, *tensors)
     ctx.mark_non_differentiable(output[1])
 
 
-def _softmax_like_gradients(ctx, grad, _):
-    gradients = softmax_like_attention_backward(grad, *ctx.saved_tensors, ctx.scale)
+def _softmax_gradients(ctx, grad, _):
+    gradients = softmax_attention_backward(grad, *ctx.saved_tensors, ctx.scale)
     return *gradients, None, None
 
 
@@ -265,8 +264,8 @@ def _register() -> torch.library.Library:
         "sampled_attention_backward": _fake_sampled_backward,
         "expectation_attention": _fake_expectation,
         "expectation_attention_backward": _fake_expectation_backward,
-        "softmax_like_attention": _fake_softmax_like,
-        "softmax_like_attention_backward": _fake_softmax_like_backward,
+        "softmax_attention": _fake_softmax,
+        "softmax_attention_backward": _fake_softmax_backward,
         "sampled_remainder": _fake_remainder,
         "sampled_remainder_backward": _fake_remainder_backward,
         "local_attention": _fake_local,
@@ -281,7 +280,7 @@ def _register() -> torch.library.Library:
     gradients = {
         "sampled_attention": (_save_sampled, _sampled_gradients),
         "expectation_attention": (_save_expectation, _expectation_gradients),
-        "softmax_like_attention": (_save_softmax_like, _softmax_like_gradients),
+        "softmax_attention": (_save_softmax, _softmax_gradients),
         "sampled_remainder": (_save_remainder, _remainder_gradients),
         "local_attention": (_save_local, _local_gradients),
     }
@@ -303,8 +302,8 @@ sampled_attention = operators.sampled_attention.default
 sampled_attention_backward = operators.sampled_attention_backward.default
 expectation_attention = operators.expectation_attention.default
 expectation_attention_backward = operators.expectation_attention_backward.default
-softmax_like_attention = operators.softmax_like_attention.default
-softmax_like_attention_backward = operators.softmax_like_attention_backward.default
+softmax_attention = operators.softmax_attention.default
+softmax_attention_backward = operators.softmax_attention_backward.default
 sampled_remainder = operators.sampled_remainder.default
 sampled_remainder_backward = operators.sampled_remainder_backward.default
 local_attention = operators.local_attention.default

@@ -25,13 +25,6 @@ TILE = 64
 # pairs of tiles that are multiplied one by one, for each tile at most; with more, a bucket's rows are summed up first
 PAIRS = 4
 
-# Of softmax-like attention. The kernel follows exp the further the higher its power.
-SOFTMAX_POWER = 128
-# by which it is scaled, so that neither it nor sums of it leave float32's range: it is 2^-30 at 0
-SOFTMAX_SCALE = 2.0**98
-# by which a cosine stays below 1, where the kernel's slope diverges
-MARGIN = 1.01
-
 # Of sampled_remainder. The keys of a bucket that a query meets, at most, and the queries that meet the same ones
 BUCKET_ROWS = 64
 # the largest logarithm of a weight, such that sums of weights stay within float32's range
@@ -159,109 +152,50 @@ def expectation_attention_backward(
     )
 
 
-def centred(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries and keys less their means, the weights of keys, at most 1, and the queries' mean.
-
-    With a bar for means, exp(q.k) = exp(q.k_bar) exp(q_bar.(k - k_bar)) exp((q - q_bar).(k - k_bar)). The first factor
-    is the same for all keys of a query, the second is the weight.
-
-    Returns:
-        Rows like query and key, weights [B, H, M, 1] and a mean [B, H, 1, D], in float32 or wider. Masked rows and
-        weights are zero; as many queries as keys are of the same tokens, and masked with them.
-    """
-    real_keys, real_queries = real_rows(query, key, key_mask)
-    query, query_mean = _less_mean(_accumulator(query), real_queries)
-    key, _ = _less_mean(_accumulator(key), real_keys)
-    logarithm = (key * query_mean).sum(-1, keepdim=True) * scale
-    if real_keys is not None:
-        logarithm = logarithm.masked_fill(~real_keys, torch.finfo(logarithm.dtype).min)
-    if key.shape[2] > 0:
-        logarithm = logarithm - logarithm.detach().amax(2, keepdim=True)
-    weight = logarithm.exp()
-    return query, key, weight if real_keys is None else weight * real_keys, query_mean
-
-
-def longest_row(square: Tensor) -> Tensor:
-    """The largest length [B, H, 1, 1], without a gradient, by squared lengths [B, H, rows, 1]; 1 of zeros or none."""
-    if square.shape[2] == 0:
-        return square.new_ones(*square.shape[:2], 1, 1)
-    longest = square.detach().amax(2, keepdim=True).sqrt()
-    return torch.where(longest > 0, longest, 1)
-
-
-def softmax_like_kernel(cosine: Tensor) -> tuple[Tensor, Tensor]:
-    """(1 - acos(x) / pi)^128, scaled by SOFTMAX_SCALE, and its slope."""
-    base = SOFTMAX_SCALE ** (1 / SOFTMAX_POWER) * (1 - cosine.acos() / math.pi)
-    slope = SOFTMAX_POWER / math.pi * SOFTMAX_SCALE ** (1 / SOFTMAX_POWER) / (1 - cosine.square()).sqrt()
-    return base**SOFTMAX_POWER, base ** (SOFTMAX_POWER - 1) * slope
-
-
-def softmax_like_attention(
+def softmax_attention(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention whose weights stand in for exp(scale query . key), divided by their sum, in blocks.
-
-    The weight of a pair is that of its key (see centred) times the kernel of power 128 of x = query . key / c, both
-    centred. At 0 the kernel's logarithm has the slope 2 * 128 / pi, so c = 2 * 128 / (pi scale) makes it that of exp;
-    c is larger where an x could reach 1, and has no gradient.
+    """Softmax attention, in blocks of queries: what sampled_remainder's sums converge to with what they leave out.
 
     Returns:
-        The output, and the sum of each query's weights [B, H, N]; both are zero where no key is real, or all weights
-        are too small for float32: of a query that avoids, by far more than 60, a key that queries agree on.
+        The output, and the logarithm of each query's sum of weights exp(scale query . key), [B, H, N]. Where no key is
+        real they are zero and minus infinity.
     """
-    dtype = query.dtype
-    real_keys, _ = real_rows(query, key, key_mask)
-    query, key, weight, _ = centred(query, key, key_mask, scale)
-    factor = cosine_scale(query, key, scale)
-    # tensor cores multiply rows of the inputs' dtype
-    query, key = (x.to(dtype).to(x.dtype) for x in (query, key))
-    source = less_masked(_accumulator(value), real_keys)
-    out, total = source.new_zeros(*query.shape[:-1], value.shape[-1]), source.new_zeros(query.shape[:-1])
-    for rows, columns in _blocks(query.shape[2], key.shape[2]):
-        weights, _ = softmax_like_kernel(query[:, :, rows] @ (key[:, :, columns] * factor).mT)
-        weights = weights * weight[:, :, columns].mT
-        out[:, :, rows] += weights @ source[:, :, columns]
-        total[:, :, rows] += weights.sum(-1)
-    return _heads_last((out * _inverse(total)[..., None]).to(value.dtype)), total
+    real = real_rows(key_mask)
+    query, key, source = _accumulator(query), *(less_masked(_accumulator(x), real) for x in (key, value))
+    out, logarithm = source.new_zeros(*query.shape[:-1], value.shape[-1]), query.new_zeros(query.shape[:-1])
+    for row in range(0, query.shape[2], BLOCK):
+        rows = slice(row, row + BLOCK)
+        logarithms = _logarithms(query[:, :, rows], key, real, scale)
+        logarithm[:, :, rows] = logarithms.logsumexp(-1)
+        out[:, :, rows] = _softmax_weights(logarithms, logarithm[:, :, rows]) @ source
+    return _heads_last(out.to(value.dtype)), logarithm
 
 
-def softmax_like_attention_backward(
+def softmax_attention_backward(
     grad: Tensor,
     out: Tensor,
-    total: Tensor,
+    logarithm: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     key_mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of query, key and value, in blocks; out and total are what the operator gave."""
-    dtype = query.dtype
-    real_keys, real_queries = real_rows(query, key, key_mask)
-    query, key, weight, query_mean = centred(query, key, key_mask, scale)
-    factor = cosine_scale(query, key, scale)
-    query, key = (x.to(dtype).to(x.dtype) for x in (query, key))
-    source = less_masked(_accumulator(value), real_keys)
-    grad = _accumulator(grad) * _inverse(total)[..., None]
+    """Gradient of query, key and value, in blocks of queries; out and logarithm are what the operator gave."""
+    dtype, real = query.dtype, real_rows(key_mask)
+    query, key, source = _accumulator(query), *(less_masked(_accumulator(x), real) for x in (key, value))
+    grad = _accumulator(grad)
     along = (grad * _accumulator(out)).sum(-1, keepdim=True)
     grad_query, grad_key, grad_value = (torch.zeros_like(x) for x in (query, key, source))
-    grad_logarithm = torch.zeros_like(weight)
-    for rows, columns in _blocks(query.shape[2], key.shape[2]):
-        q, g, k, v = query[:, :, rows], grad[:, :, rows], key[:, :, columns] * factor, source[:, :, columns]
-        weights, slope = softmax_like_kernel(q @ k.mT)
-        products = (g @ v.mT - along[:, :, rows]) * weight[:, :, columns].mT
-        slope = slope * products
-        grad_query[:, :, rows] += slope @ k
-        grad_key[:, :, columns] += slope.mT @ q
-        grad_value[:, :, columns] += (weights * weight[:, :, columns].mT).mT @ g
-        grad_logarithm[:, :, columns] += (weights * products).sum(2)[..., None]
-    grad_mean = scale * (grad_logarithm * key).sum(2, keepdim=True)
-    # what all rows get is what their mean has, and is taken from them by it
-    grad_query, _ = _less_mean(grad_query, real_queries)
-    grad_key, _ = _less_mean(grad_key * factor + scale * grad_logarithm * query_mean, real_keys)
-    grad_query = less_masked(grad_query + grad_mean / count_rows(grad_query, real_queries), real_queries)
+    for row in range(0, query.shape[2], BLOCK):
+        rows = slice(row, row + BLOCK)
+        q, g = query[:, :, rows], grad[:, :, rows]
+        weights = _softmax_weights(_logarithms(q, key, real, scale), logarithm[:, :, rows])
+        slope = scale * weights * (g @ source.mT - along[:, :, rows])
+        grad_query[:, :, rows] = slope @ key
+        grad_key += slope.mT @ q
+        grad_value += weights.mT @ g
     return tuple(_heads_last(x.to(dtype)) for x in (grad_query, grad_key, grad_value))
 
 
@@ -568,11 +502,9 @@ def _blocks(num_queries: int, num_keys: int):
             yield slice(row, row + BLOCK), slice(column, column + BLOCK)
 
 
-def real_rows(query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Which keys and which queries are real, [B, 1, rows, 1]; None: all are."""
-    real_keys = None if key_mask is None else key_mask[:, None, :, None]
-    # as many queries as keys are of the same tokens
-    return real_keys, real_keys if query.shape[2] == key.shape[2] else None
+def real_rows(key_mask: Tensor | None) -> Tensor | None:
+    """Which rows of keys [B, H, M, D] are real, [B, 1, M, 1]; None: all are."""
+    return None if key_mask is None else key_mask[:, None, :, None]
 
 
 def less_masked(x: Tensor, real: Tensor | None) -> Tensor:
@@ -580,25 +512,18 @@ def less_masked(x: Tensor, real: Tensor | None) -> Tensor:
     return x if real is None else x.masked_fill(~real, 0)
 
 
-def count_rows(x: Tensor, real: Tensor | None) -> int | Tensor:
-    """How many rows of x are real, at least 1."""
-    return max(x.shape[2], 1) if real is None else real.sum(2, keepdim=True).clamp(min=1)
+def _logarithms(query: Tensor, key: Tensor, real: Tensor | None, scale: float) -> Tensor:
+    logarithms = scale * query @ key.mT
+    return logarithms if real is None else logarithms.masked_fill(~real.mT, -math.inf)
 
 
-def _less_mean(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    x = less_masked(x, real)
-    mean = x.sum(2, keepdim=True) / count_rows(x, real)
-    return less_masked(x - mean, real), mean
+def _softmax_weights(logarithms: Tensor, logarithm: Tensor) -> Tensor:
+    # without a key all are zero, whatever they are divided by
+    return (logarithms - logarithm.masked_fill(logarithm == -math.inf, 0)[..., None]).exp()
 
 
-def cosine_scale(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """What makes products of centred rows the x of softmax_like_attention, [B, H, 1, 1]."""
-    longest_query, longest_key = (longest_row(x.square().sum(-1, keepdim=True)) for x in (query, key))
-    return 1 / (MARGIN * longest_query * longest_key).clamp(min=2 * SOFTMAX_POWER / (math.pi * scale))
-
-
-def _inverse(total: Tensor) -> Tensor:
-    return torch.where(total > 0, 1 / total, 0)
+def _inverse(length: Tensor) -> Tensor:
+    return torch.where(length > 0, 1 / length, 0)
 
 
 def _near_weights(unit_query, unit_key, query_codes, key_codes, hash_code_len: int, window: int):
@@ -643,7 +568,7 @@ def _kernel(cosine: Tensor, hash_code_len: int, exact: bool = False) -> tuple[Te
 def _unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of x scaled to length one, and their inverse lengths; zero and 0 for a zero row."""
     length = torch.linalg.vector_norm(_accumulator(x), dim=-1)
-    inverse_length = torch.where(length > 0, 1 / length, 0)
+    inverse_length = _inverse(length)
     return (x * inverse_length[..., None]).to(x.dtype), inverse_length
 
 
@@ -670,8 +595,8 @@ DEFINITIONS = {
         sampled_attention_backward,
         expectation_attention,
         expectation_attention_backward,
-        softmax_like_attention,
-        softmax_like_attention_backward,
+        softmax_attention,
+        softmax_attention_backward,
         sampled_remainder,
         sampled_remainder_backward,
         local_attention,

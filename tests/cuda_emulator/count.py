@@ -3,7 +3,6 @@
     python tests/cuda_emulator/count.py
     python tests/cuda_emulator/count.py --lengths 4096 65536 --num_hash 8
     python tests/cuda_emulator/count.py --lengths 512 1024 --expectation
-    python tests/cuda_emulator/count.py --lengths 512 --expectation --similarity softmax
     python tests/cuda_emulator/count.py --similarity softmax --hash_code_len 13
     python tests/cuda_emulator/count.py --local_window 128
 
@@ -69,8 +68,11 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096])
     parser.add_argument("--hash_code_len", type=int, default=9)
     parser.add_argument("--num_hash", type=int, default=32)
-    parser.add_argument("--expectation", action="store_true", help="the exact kernels")
-    parser.add_argument("--similarity", default="cosine", choices=("cosine", "softmax"))
+    kernels = parser.add_mutually_exclusive_group()
+    kernels.add_argument("--expectation", action="store_true", help="the exact kernels")
+    kernels.add_argument(
+        "--similarity", default="cosine", choices=("cosine", "softmax"), help="of the sampled kernels"
+    )
     parser.add_argument("--local_window", type=int, default=0, help="near pairs too, those at most so far apart")
     parser.add_argument("--library", type=Path, help="what build.py has made; built unless given")
     parser.add_argument("--bandwidth", type=float, default=5.5e12, help="bytes a second from the second-level cache")
