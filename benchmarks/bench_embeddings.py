@@ -36,17 +36,17 @@ FIRST_LAYER_TOLERANCE, TOLERANCE = 1e-3, 1e-2
 # the mean cosine that is asked of exact attention
 CLOSE = 0.985
 EXACT = {"yoso_use_expectation": True}
-SAMPLED = {"yoso_use_expectation": False, "yoso_hash_code_len": 13, "yoso_num_hash": 64}
+SAMPLED = {"yoso_use_expectation": False, "yoso_hash_code_len": 16, "yoso_num_hash": 64}
 COSINE = {"yoso_similarity": "cosine"}
 # by name: what is set in the encoder's configuration
 SETTINGS: dict[str, dict[str, Any]] = {
     SOFTMAX: {},
     "default": {},
     "exact": EXACT,
-    "sampled, tau 13, m 64": SAMPLED,
-    "sampled, tau 13, m 32": {**SAMPLED, "yoso_num_hash": 32},
-    "sampled, tau 13, m 128": {**SAMPLED, "yoso_num_hash": 128},
-    "sampled, tau 11, m 64": {**SAMPLED, "yoso_hash_code_len": 11},
+    "sampled, m 64": SAMPLED,
+    "sampled, m 32": {**SAMPLED, "yoso_num_hash": 32},
+    "sampled, m 128": {**SAMPLED, "yoso_num_hash": 128},
+    "sampled, tau up to 11, m 64": {**SAMPLED, "yoso_hash_code_len": 11},
     "exact, cosine, tau 9": {**EXACT, **COSINE, "yoso_hash_code_len": 9},
     "exact, cosine, tau 12": {**EXACT, **COSINE, "yoso_hash_code_len": 12},
     "exact, cosine, tau fitted": {**EXACT, **COSINE, "yoso_hash_code_len": FITTED},

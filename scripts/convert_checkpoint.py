@@ -43,7 +43,7 @@ class ConversionArguments:
         default="tile",
         metadata={"help": "repeat the positions, or stretch them", "choices": list(POSITION_METHODS)},
     )
-    hash_code_len: int | None = field(default=None, metadata={"help": "tau; default: 13, a YOSO model's own"})
+    hash_code_len: int | None = field(default=None, metadata={"help": "tau; default: 16, a YOSO model's own"})
     num_hash: int | None = field(default=None, metadata={"help": "m; default: 64, a YOSO model's own"})
     local_window: int | None = field(
         default=None,

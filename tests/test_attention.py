@@ -607,6 +607,22 @@ def test_a_key_like_many_queries_is_where_softmax_has_it(similarity):
         assert min(error, exact) > 0.6
 
 
+@pytest.mark.parametrize(("M", "bits"), [(1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (64, 7), (65, 8), (1000, 9)])
+def test_samples_of_softmax_have_codes_that_leave_one_key_to_a_bucket(monkeypatch, M, bits):
+    """And no more than hash_code_len, 9 here."""
+    monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", 1)
+    query, key, value = inputs(N=30, M=M, D=8)
+    functions = HashFunctions.sample(3, 8, 4, 9)
+    options = {"similarity": "softmax", "normalization": "sum"}
+    out = yoso_attention(query, key, value, hash_functions=functions, **options)
+    expected, shorter = (
+        yoso_attention(query, key, value, hash_functions=functions.part([0, 1, 2], x), **options)
+        for x in (bits, max(bits - 1, 1))
+    )
+    assert torch.equal(out, expected)
+    assert torch.equal(out, shorter) == (M <= 2)
+
+
 def test_samples_of_softmax_know_lengths():
     """Short queries attend to all keys alike, long ones to few: no power of a cosine does both."""
     query, key, value = inputs(B=1, H=2, N=300, M=300, D=16)

@@ -39,7 +39,7 @@ ENCODERS = pytest.mark.parametrize("name", CONFIGS)
 
 
 def dense_yoso(module, query, key, value, attention_mask, sliding_window=None, scaling=None, **kwargs):
-    """YOSO's expectation with cosine similarity from its definition, with transformers' own mask of pairs."""
+    """The expectation of cosine similarity with tau = 13 from its definition, with transformers' own mask of pairs."""
     if sliding_window is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     groups = getattr(module, "num_key_value_groups", 1)
@@ -89,12 +89,13 @@ DEFINITIONS = pytest.mark.parametrize(("similarity", "definition"), [("softmax",
 @pytest.mark.parametrize("attention", ["yoso", "yoso_expectation"])
 def test_an_encoder_computes_what_the_definition_says(name, attention, similarity, definition):
     ids, mask = padded(tokens(), (21, 8, 1), name)
+    settings = {"yoso_similarity": similarity, "yoso_hash_code_len": 13}
     expected, other = (
         build(name, attention)(ids, attention_mask=mask).last_hidden_state
         for attention in (definition, "dense_yoso" if definition == "sdpa" else "sdpa")
     )
     # 21 tokens: "yoso" is exact there
-    result = build(name, attention, yoso_similarity=similarity)(ids, attention_mask=mask).last_hidden_state
+    result = build(name, attention, **settings)(ids, attention_mask=mask).last_hidden_state
     real = mask.bool()
     torch.testing.assert_close(result[real], expected[real], rtol=1e-4, atol=1e-4)
     # which it would not be if the attention were the other one
@@ -152,7 +153,8 @@ def test_the_exact_gradient_is_that_of_the_definition(name, similarity, definiti
     ids, mask = padded(tokens(), (21, 8, 3), name)
     found = {}
     for implementation in (definition, "yoso_expectation"):
-        model = build(name, implementation, yoso_similarity=similarity, yoso_backward="exact")
+        settings = {"yoso_similarity": similarity, "yoso_hash_code_len": 13, "yoso_backward": "exact"}
+        model = build(name, implementation, **settings)
         out = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
         out.mul(torch.arange(out.numel()).view_as(out).cos()).sum().backward()
         found[implementation] = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -35,7 +35,7 @@ NUM_HEAVY_KEYS = 64
 # of the forward and that of forward with backward, by
 #     python benchmarks/bench_attention.py --groups lengths --lengths 256 320 384 512 --output crossing.json
 # "softmax": 53 m is where the two cross in the forward with D = 32, and 28 m with D = 64, by
-#     python benchmarks/bench_embeddings.py --settings softmax exact "sampled, tau 13, m 64" \
+#     python benchmarks/bench_embeddings.py --settings softmax exact "sampled, m 64" \
 #         --lengths 1792 2304 2560 3584 --output crossing.json
 # with models and the files of its docstring; at 40 m both take less time than softmax with either.
 EXACT_TOKENS_PER_HASH = {"cosine": 11, "softmax": 40}
@@ -119,7 +119,9 @@ def yoso_attention(
         value: [B, H, M, Dv], Dv >= 1.
         key_mask: bool [B, M], True for a real token; a masked key adds nothing. None: all are real.
         hash_code_len: tau, bits of a code, 1..16, or 1..32 with expectation=True: the higher, the sharper the
-            attention. A list of H numbers gives every head its own.
+            attention. A list of H numbers gives every head its own. With similarity="softmax" it matters to samples
+            only, and is the most bits that their codes have: they have no more than leave one key on average to a
+            bucket, log2(M) + 1.
         num_hash: m, the number of hash functions, >= 1: the higher, the less noise, at a cost in proportion.
         expectation: True for the expectation itself: O(N M) time, O(N + M) memory, no randomness. "auto": the same
             where exact_is_cheaper says so, else sampled; padding counts there, so an output may depend on how far its
@@ -323,8 +325,9 @@ def _sampled_softmax(
     query = less_masked(query - query_mean, real_queries).to(dtype)
     key = less_masked(key - key_mean, real_keys).to(dtype)
     query_mask = None if real_queries is None else key_mask
+    length = _bits_for(key.shape[2], functions.hash_code_len)
+    functions = functions.part(slice(None), length)
     codes = functions.codes(query.detach(), query_mask), functions.codes(key.detach(), key_mask)
-    length = functions.hash_code_len
     out, total = sampled_remainder(query, key, value, light.squeeze(-1), *codes, length, scale)
 
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
@@ -337,6 +340,18 @@ def _sampled_softmax(
     heavy_weight = (scale * query @ heavy_key.mT).clamp(max=MAX_LOGARITHM).exp() * weight.gather(2, heavy).mT
     total = total[..., None] + linear_total + heavy_weight.sum(-1, keepdim=True)
     return _divide(out + linear + heavy_weight @ heavy_value, total)
+
+
+def _bits_for(num_keys: int, highest: int) -> int:
+    """As many as leave one key on average to a bucket, of a code and its complement: more would only be noisier."""
+    # an exported program has codes of one length
+    if is_exporting() and isinstance(num_keys, torch.SymInt):
+        return highest
+    bits = 1
+    # without a logarithm, which a graph of any length could not be asked for
+    while bits < highest and num_keys > 1 << (bits - 1):
+        bits += 1
+    return bits
 
 
 def _divide(out: Tensor, total: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ OTHER_TOKENS = {"key_value_states", "encoder_hidden_states", "cross_attention_st
 # the keys of a model's configuration that hold settings, and what they are where it does not have them
 SETTINGS = {
     "yoso_num_hash": 64,
-    "yoso_hash_code_len": 13,
+    "yoso_hash_code_len": 16,
     "yoso_normalization": "sum",
     "yoso_similarity": "softmax",
     "yoso_local_window": 0,

@@ -155,16 +155,17 @@ class HashFunctions:
         device = torch.get_default_device() if device is None else device
         return cls(functions.parameters.to(device), head_dim, num_hash, hash_code_len, kind)
 
-    def part(self, heads: list[int], hash_code_len: int) -> "HashFunctions":
+    def part(self, heads: list[int] | slice, hash_code_len: int) -> "HashFunctions":
         """The functions of some of the heads, with the first bits of their codes only.
 
         Args:
-            heads: indices of heads.
+            heads: indices of heads; a slice needs no copy of them to a GPU.
             hash_code_len: bits of a code to keep, at most those there are.
         """
         blocks = self.parameters.shape[1] - 2 if self.kind == "hadamard" else self.parameters.shape[1]
         rows = blocks // self.hash_code_len * hash_code_len + (2 if self.kind == "hadamard" else 0)
-        return HashFunctions(self.parameters[heads, :rows], self.head_dim, self.num_hash, hash_code_len, self.kind)
+        parameters = self.parameters[heads, :rows].contiguous()
+        return HashFunctions(parameters, self.head_dim, self.num_hash, hash_code_len, self.kind)
 
     def codes(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The codes of vectors.
