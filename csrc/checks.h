@@ -87,7 +87,7 @@ inline void check_exact(const Tensor& query, const Tensor& key, const Tensor& va
 }
 
 inline void check_softmax(const Tensor& query, const Tensor& key, const Tensor& value,
-                               const std::optional<Tensor>& key_mask, double scale) {
+                          const std::optional<Tensor>& key_mask, double scale) {
   check_exact(query, key, value, 32);
   STD_TORCH_CHECK(scale > 0, "scale must be above 0, got ", scale);
   if (key_mask.has_value()) {
@@ -103,9 +103,9 @@ inline void check_grad(const Tensor& grad, const Tensor& query, const Tensor& va
   STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
 }
 
-inline void check_softmax_backward(const Tensor& grad, const Tensor& out, const Tensor& logarithm,
-                                   const Tensor& query, const Tensor& key, const Tensor& value,
-                                        const std::optional<Tensor>& key_mask, double scale) {
+inline void check_softmax_backward(const Tensor& grad, const Tensor& out, const Tensor& logarithm, const Tensor& query,
+                                   const Tensor& key, const Tensor& value, const std::optional<Tensor>& key_mask,
+                                   double scale) {
   check_softmax(query, key, value, key_mask, scale);
   check_grad(grad, query, value);
   check_rows(out, "out", grad, grad.size(2), grad.scalar_type());

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from yoso_hf import HashFunctions, attention, ops, yoso_attention
-from yoso_hf.attention import EXACT_TOKENS_PER_HASH, SIMILARITIES, attention_weights
+from yoso_hf.attention import EXACT_TOKENS_PER_HASH, SIMILARITIES, attention_weights, exact_is_cheaper
 
 BOTH = pytest.mark.parametrize("expectation", [False, True])
 
@@ -261,14 +261,31 @@ def test_auto_is_the_exact_call_up_to_the_crossing_and_the_sampled_one_beyond_it
         assert torch.equal(yoso_attention(*arguments, expectation="auto", **options), auto[0])
 
 
-def test_auto_is_exact_for_longer_where_samples_stand_in_for_softmax():
-    crossing = 8 * EXACT_TOKENS_PER_HASH["softmax"]
-    assert crossing > CROSSING
-    options = {"num_hash": 8, "hash_code_len": 4, "similarity": "softmax", "normalization": "sum"}
-    for length in (crossing, crossing + 1):
+@pytest.mark.parametrize("kernels", [True, False])
+def test_auto_is_exact_for_longer_where_that_is_softmax(monkeypatch, kernels):
+    """And for any length where PyTorch would sample."""
+    on_cuda = torch.get_default_device().type == "cuda"
+    monkeypatch.setattr(attention, "HAS_CUDA_KERNELS" if on_cuda else "HAS_CPU_KERNELS", kernels)
+    tokens = attention.SOFTMAX_TOKENS_PER_HASH_ON_CUDA if on_cuda else EXACT_TOKENS_PER_HASH["softmax"]
+    options = {"num_hash": 2, "hash_code_len": 4, "similarity": "softmax", "normalization": "sum"}
+    for length in (2 * tokens, 2 * tokens + 1):
         arguments = inputs(1, 2, length, length)
         exact = yoso_attention(*arguments, **options, expectation=True)
-        assert torch.equal(yoso_attention(*arguments, **options, expectation="auto"), exact) == (length == crossing)
+        auto = yoso_attention(*arguments, **options, expectation="auto")
+        assert torch.allclose(auto, exact) == (length == 2 * tokens or not kernels)
+
+
+def test_auto_goes_by_the_device(monkeypatch):
+    monkeypatch.setattr(attention, "HAS_CPU_KERNELS", True)
+    for has_cuda_kernels, on_a_gpu in ((True, 64 * attention.SOFTMAX_TOKENS_PER_HASH_ON_CUDA), (False, 10**9)):
+        monkeypatch.setattr(attention, "HAS_CUDA_KERNELS", has_cuda_kernels)
+        crossings = {"cpu": 64 * EXACT_TOKENS_PER_HASH["softmax"], "cuda": on_a_gpu}
+        for device, crossing in crossings.items():
+            assert exact_is_cheaper(crossing, crossing, 64, "softmax", device)
+            assert exact_is_cheaper(crossing + 1, crossing + 1, 64, "softmax", device) == (crossing == 10**9)
+        assert exact_is_cheaper(704, 704, 64, device="cuda")
+        assert not exact_is_cheaper(705, 705, 64, device="cuda")
+    assert exact_is_cheaper(10**9, 10**9, 64, "softmax", "mps")
 
 
 def test_auto_draws_hash_functions_only_to_sample(generator):

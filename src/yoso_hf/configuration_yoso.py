@@ -33,7 +33,7 @@ class YosoConfig(PreTrainedConfig):
             linear; "auto" for whichever is estimated to be cheaper, by num_hash and the padded length.
         hash_code_len: tau, the bits of a hash code and, with similarity="cosine", the power of the kernel, 1..16, or
             1..32 with use_expectation=True. A list of one list for every layer, with a number for every head, gives
-            each head its own.
+            each head its own. With "softmax" it is the most bits that codes have, which follow the length.
         num_hash: m, hash functions of a head, >= 1; more of them give a better estimate and take more time.
         conv_window: tokens under the depthwise convolution of the values (YOSO-C), odd; None: no convolution.
         use_fast_hash: True for Hadamard transforms, False for Gaussian projections.
