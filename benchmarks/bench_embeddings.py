@@ -46,13 +46,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sampled, m 64": SAMPLED,
     "sampled, m 32": {**SAMPLED, "yoso_num_hash": 32},
     "sampled, m 128": {**SAMPLED, "yoso_num_hash": 128},
-    "sampled, tau up to 11, m 64": {**SAMPLED, "yoso_hash_code_len": 11},
+    "sampled, tau 11, m 64": {**SAMPLED, "yoso_hash_code_len": 11},
     "exact, cosine, tau 9": {**EXACT, **COSINE, "yoso_hash_code_len": 9},
-    "exact, cosine, tau 12": {**EXACT, **COSINE, "yoso_hash_code_len": 12},
     "exact, cosine, tau fitted": {**EXACT, **COSINE, "yoso_hash_code_len": FITTED},
     "sampled, cosine, tau 9, m 32": {**SAMPLED, **COSINE, "yoso_hash_code_len": 9, "yoso_num_hash": 32},
     "sampled, cosine, tau 9, m 64": {**SAMPLED, **COSINE, "yoso_hash_code_len": 9},
-    "sampled, cosine, tau 12, m 64": {**SAMPLED, **COSINE, "yoso_hash_code_len": 12},
     "sampled, cosine, tau 9, m 512": {**SAMPLED, **COSINE, "yoso_hash_code_len": 9, "yoso_num_hash": 512},
 }
 

@@ -624,20 +624,19 @@ def test_a_key_like_many_queries_is_where_softmax_has_it(similarity):
         assert min(error, exact) > 0.6
 
 
-@pytest.mark.parametrize(("M", "bits"), [(1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (64, 7), (65, 8), (1000, 9)])
-def test_samples_of_softmax_have_codes_that_leave_one_key_to_a_bucket(monkeypatch, M, bits):
-    """And no more than hash_code_len, 9 here."""
+@pytest.mark.parametrize(("M", "bits"), [(100, 13), (4096, 13), (4097, 14), (8192, 14), (8193, 15), (70_000, 16)])
+@pytest.mark.parametrize("highest", [16, 14, 9])
+def test_samples_of_softmax_have_codes_that_leave_one_key_to_a_bucket(monkeypatch, M, bits, highest):
     monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", 1)
-    query, key, value = inputs(N=30, M=M, D=8)
-    functions = HashFunctions.sample(3, 8, 4, 9)
-    options = {"similarity": "softmax", "normalization": "sum"}
-    out = yoso_attention(query, key, value, hash_functions=functions, **options)
-    expected, shorter = (
-        yoso_attention(query, key, value, hash_functions=functions.part([0, 1, 2], x), **options)
-        for x in (bits, max(bits - 1, 1))
-    )
-    assert torch.equal(out, expected)
-    assert torch.equal(out, shorter) == (M <= 2)
+    found, compute = [], attention.sampled_remainder
+    monkeypatch.setattr(attention, "sampled_remainder", lambda *args: found.append(args[4:7]) or compute(*args))
+    query, key, value = inputs(B=1, N=5, M=M, D=8)
+    functions = HashFunctions.sample(3, 8, 2, highest)
+    yoso_attention(query, key, value, hash_functions=functions, similarity="softmax", normalization="sum")
+    ((query_codes, key_codes, length),) = found
+    assert length == min(bits, highest)
+    assert query_codes.max().item() < 1 << length
+    assert key_codes.max().item() >= 1 << (length - 1)
 
 
 def test_samples_of_softmax_know_lengths():
@@ -744,6 +743,20 @@ def test_softmax_of_equal_or_zero_vectors_is_finite(expectation):
         out.square().sum().backward()
         torch.testing.assert_close(out, arguments[2].mean(2, keepdim=True).expand_as(out))
         assert all(x.grad.isfinite().all() for x in arguments)
+
+
+@pytest.mark.usefixtures("softmax_path")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("M", [0, 25])
+def test_exact_softmax_of_other_dtypes_and_no_keys(dtype, M):
+    tensors = inputs(N=25, M=M, dtype=dtype)
+    key_mask = torch.arange(M).expand(2, M) < torch.tensor([[20], [0]])
+    options = {"similarity": "softmax", "normalization": "sum", "expectation": True}
+    out = yoso_attention(*tensors, key_mask, **options)
+    assert out.dtype == dtype
+    expected = dense(*tensors, key_mask, None, "sum", "softmax").nan_to_num()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
+    assert not out[1].any()
 
 
 @pytest.mark.usefixtures("softmax_path")

@@ -104,7 +104,9 @@ def test_an_encoder_computes_what_the_definition_says(name, attention, similarit
 
 @ENCODERS
 @pytest.mark.parametrize("expectation", [True, False])
-def test_padding_and_neighbours_do_not_change_a_text(name, expectation):
+def test_padding_and_neighbours_do_not_change_a_text(name, expectation, monkeypatch):
+    # so that texts as short as these have samples
+    monkeypatch.setattr(attention_module, "NUM_HEAVY_KEYS", 3)
     model = build(name, "yoso", yoso_use_expectation=expectation, yoso_hash_code_len=4)
     lengths = (21, 13, 1)
     ids, mask = padded(tokens(), lengths, name)
@@ -145,6 +147,16 @@ def test_nothing_is_ever_nan(name, expectation, similarity):
         assert out.isfinite().all(), case
         out.square().sum().backward()
         assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None), case
+
+
+def test_exact_softmax_is_by_the_kernel(monkeypatch):
+    """And not by what the model would have had anyway."""
+    found, compute = [], attention_module.softmax_attention
+    monkeypatch.setattr(attention_module, "HAS_CPU_KERNELS", True)
+    monkeypatch.setattr(attention_module, "softmax_attention", lambda *args: found.append(args[4]) or compute(*args))
+    model = build("bert", "yoso")
+    model(tokens())
+    assert found == [8**-0.5] * model.config.num_hidden_layers
 
 
 @ENCODERS

@@ -30,6 +30,7 @@ from yoso_hf import (
     modeling_yoso,
     ops,
 )
+from yoso_hf import attention as attention_module
 from yoso_hf.data import train_tokenizer
 from yoso_hf.modeling_yoso import YosoEmbeddings, YosoLayer
 
@@ -612,8 +613,10 @@ def test_export(mode, model_class, tmp_path):
 
 
 @torch.no_grad()
-def test_export_of_samples_of_softmax():
-    model = make_model(YosoModel, num_hidden_layers=1, **SAMPLED_SOFTMAX)
+def test_export_of_samples_of_softmax(monkeypatch):
+    # the codes of longer texts, whatever the length
+    monkeypatch.setattr(attention_module, "FEWEST_BITS", 16)
+    model = make_model(YosoModel, num_hidden_layers=1, hash_code_len=16, **SAMPLED_SOFTMAX)
     inputs, _ = make_batch(100, 50)
     # as many as there are keys that are not sampled
     exported = torch.export.export(model, (), inputs, dynamic_shapes=dynamic_shapes(inputs, 64)).module()
@@ -799,8 +802,9 @@ def test_casts_and_moves_keep_the_hash_functions(change, use_fast_hash):
 
 
 @torch.no_grad()
-def test_meta_device():
-    model = make_model(YosoForMaskedLM)
+@pytest.mark.parametrize("settings", [{}, SAMPLED_SOFTMAX, {**SAMPLED_SOFTMAX, "use_expectation": True}])
+def test_meta_device(settings):
+    model = make_model(YosoForMaskedLM, **settings)
     inputs, _ = make_batch()
     expected = model(**inputs).logits
     empty = copy.deepcopy(model).to("meta")

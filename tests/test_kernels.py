@@ -4,12 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from test_ops import needs_kernels, poisoned_memory  # noqa: F401
+from test_ops import HAS_SOFTMAX_KERNEL, needs_kernels, poisoned_memory  # noqa: F401
 
 from yoso_hf import HashFunctions, ops, reference
 from yoso_hf.hashing import KINDS
 
 pytestmark = needs_kernels
+needs_softmax_kernel = pytest.mark.skipif(not HAS_SOFTMAX_KERNEL, reason="PyTorch computes softmax there")
 
 
 class Inputs:
@@ -199,6 +200,7 @@ def test_kernels_are_as_accurate_as_pytorch_in_crowded_buckets(data, shape, dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SPREAD, (2, 2, 97, 97, 64, 64, 1, 1)])
 @pytest.mark.parametrize("data", ["random", "clusters", "mixed"])
+@needs_softmax_kernel
 def test_softmax_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
     inputs = Inputs(data, shape, dtype)
     assert_as_accurate_as_pytorch(inputs.softmax, dtype)
@@ -249,6 +251,7 @@ def test_remainder_of_rows_of_length_zero_is_zero(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@needs_softmax_kernel
 def test_masked_keys_of_softmax_attention_may_hold_anything(dtype):
     inputs = Inputs("random", (3, 2, 90, 197, 64, 64, 1, 1), dtype)
     # tiles without a real key on either side, and between

@@ -44,12 +44,11 @@ YOSO_INLINE Element<V> largest_lane(V x) {
   }
 }
 
-// The pairs of one head. What is by row is padded to whole tiles; a weight is 2^(factor q.k + bias of the key), over
-// the largest of its row or their sum.
+// The pairs of one head. A weight is 2^(factor q.k + bias of the key), over the largest of its row or their sum.
 template <class T>
 struct SoftmaxPairs {
   T factor;
-  // 0, or minus infinity where a key is masked or there is none
+  // 0, or minus infinity where a key is masked or there is none; padded to whole tiles
   const T* bias;
   // the tiles of keys outside have none that is real
   Range real{};

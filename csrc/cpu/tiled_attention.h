@@ -190,7 +190,7 @@ YOSO_INLINE void attention_gradients(Pairs& pairs, Head<T>& head, Range queries,
                   AllRows<T>{products, kTileKeys});
       pairs.template weigh<V>({q, q + nq}, {k, k + nk}, cosine, base, weights, slope);
       pairs.template centre_products<V>({q, q + nq}, {k, k + nk}, weights, products);
-      for (int64_t i = 0; i < kTileSize; ++i) slope[i] *= products[i];
+      for (int64_t i = 0; i < nq * kTileKeys; ++i) slope[i] *= products[i];
       if (to_queries)
         multiply<V>(nq, D, nk, AllRows<T>{slope, kTileKeys}, 1, AllRows<T>{head.key.data() + k * D, D},
                     AllRows<T>{head.grad_query.data() + q * D, D});

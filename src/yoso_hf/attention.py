@@ -1,11 +1,13 @@
 """yoso_attention, the one attention function."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.amp import is_autocast_available
 from torch.autograd import forward_ad
 
 from .graphs import expectation_attention_graph, sampled_attention_graph
@@ -29,6 +31,9 @@ EXPECTATIONS = (True, False, "auto")
 
 # Of similarity="softmax", the keys of the largest weight, which are not sampled: a few have much of it.
 NUM_HEAVY_KEYS = 64
+# The bits of its samples' codes up to 4096 keys. Fewer would be less noisy where there are fewer keys, but would make
+# samples depend on how far a text is padded there, and take a compiled graph for each number of bits.
+FEWEST_BITS = 13
 
 # The length, for each hash function, at which the exact kernel takes as long as the sampled one, by similarity; on
 # CPUs in float32. "cosine": that at which "yoso" and "yoso expectation" cross, m = 32, tau = 9, D = 64, between that
@@ -120,8 +125,8 @@ def yoso_attention(
         key_mask: bool [B, M], True for a real token; a masked key adds nothing. None: all are real.
         hash_code_len: tau, bits of a code, 1..16, or 1..32 with expectation=True: the higher, the sharper the
             attention. A list of H numbers gives every head its own. With similarity="softmax" it matters to samples
-            only, and is the most bits that their codes have: they have no more than leave one key on average to a
-            bucket, log2(M) + 1.
+            only, and is the most bits that their codes have: 13, and from M = 4097 on log2(M) + 1, which leaves one
+            key on average to a bucket; padding counts.
         num_hash: m, the number of hash functions, >= 1: the higher, the less noise, at a cost in proportion.
         expectation: True for the expectation itself: O(N M) time, O(N + M) memory, no randomness. "auto": the same
             where exact_is_cheaper says so, else sampled; padding counts there, so an output may depend on how far its
@@ -177,7 +182,7 @@ def yoso_attention(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if similarity == "softmax":
         scale = scale or head_dim**-0.5
-        with torch.autocast(query.device.type, enabled=False):
+        with _without_autocast(query.device):
             if expectation:
                 return _softmax(query, key, value, key_mask, scale).to(out_dtype)
             if dtype == torch.float16:
@@ -259,7 +264,7 @@ def attention_weights(
         [B, H, N, M], in query's dtype.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    with torch.autocast(query.device.type, enabled=False):
+    with _without_autocast(query.device):
         if similarity == "softmax":
             logarithms = (scale or query.shape[3] ** -0.5) * query.to(wide) @ key.to(wide).mT
             if key_mask is not None:
@@ -274,6 +279,11 @@ def attention_weights(
         total = weights.sum(-1, keepdim=True)
         weights = weights / torch.where(total > 0, total, 1)
     return weights.to(query.dtype)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager:
+    # there is none for devices such as meta
+    return torch.autocast(device.type, enabled=False) if is_autocast_available(device.type) else nullcontext()
 
 
 def _by_head(hash_code_len: int | list[int] | tuple[int, ...], like: Tensor) -> int | Tensor:
@@ -343,11 +353,11 @@ def _sampled_softmax(
 
 
 def _bits_for(num_keys: int, highest: int) -> int:
-    """As many as leave one key on average to a bucket, of a code and its complement: more would only be noisier."""
-    # an exported program has codes of one length
-    if is_exporting() and isinstance(num_keys, torch.SymInt):
+    """As many as leave at most one key on average to a bucket, of a code and its complement, but FEWEST_BITS."""
+    # an exported program has codes of one length; strict export hides from this code whether M is dynamic
+    if is_exporting() and (isinstance(num_keys, torch.SymInt) or torch.compiler.is_dynamo_compiling()):
         return highest
-    bits = 1
+    bits = min(FEWEST_BITS, highest)
     # without a logarithm, which a graph of any length could not be asked for
     while bits < highest and num_keys > 1 << (bits - 1):
         bits += 1
