@@ -1,15 +1,17 @@
 // Attention whose weights are computed in tiles, never as an N x M matrix, and its backward.
 //
 // What the weights are, and which tiles have any, is for a class of pairs to say:
-//     of_head(batch_head)             the pairs of one head, for one thread
 //     keys_of(queries, keys)          the part of the keys that a tile of queries needs; begins where a tile does
 //     queries_of(keys, queries)       the like for a tile of keys
-//     zero_masked(rows, columns, M)   clears the rows of masked keys or values
 //     weigh(queries, keys, cosine, base, weights[, slope])   a tile's weights from its cosines, and their slope; base
 //                                     is scratch
 //     centre_products(queries, keys, weights, products)
 //                                     may change the products of gradients and values, with which the slope is
 //                                     multiplied
+// A cosine is the product of two rows, which need not have length one. For attention_forward and attention_backward,
+// which scale them to that, there are also:
+//     of_head(batch_head)             the pairs of one head, for one thread
+//     zero_masked(rows, columns, M)   clears the rows of masked keys or values
 #pragma once
 
 #include "unit_rows.h"
@@ -75,8 +77,8 @@ YOSO_INLINE void transpose_tiles(const T* from, int64_t count, int64_t columns, 
 
 int64_t whole_tiles(int64_t keys) { return (keys + kTileKeys - 1) / kTileKeys * kTileKeys; }
 
-// out [queries, value_columns] += weights value, for unit queries, the first of them row `first` of its head, and unit
-// keys transposed by tiles.
+// out [queries, value_columns] += weights value, for queries, the first of them row `first` of its head, and keys
+// transposed by tiles.
 template <class V, class Pairs, class T = Element<V>>
 YOSO_INLINE void attention_rows(Pairs& pairs, int64_t first, const T* query, int64_t num_queries, const T* key_tiles,
                                 const T* value, int64_t num_keys, int64_t columns, int64_t value_columns, T* out) {

@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// out = the gradient of my rows: the sum of the others' rows by slope times product of values, taken through the scaling
-// of my rows to length one
+// out = the gradient of my rows: the sum of the others' rows by slope times product of values, taken through the
+// scaling of my rows to length one
 template <class In, int column_tiles, class Pairs>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     gradient_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out) {

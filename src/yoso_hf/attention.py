@@ -116,13 +116,14 @@ def yoso_attention(
     expectation that is (1 - acos(x) / pi)^hash_code_len, x the cosine of query and key. Lengths of query and key do
     not matter. A vector of length zero has cosine 0 with every other; where sampled, two of them share all codes. A
     NaN in query or key makes exact weights and those of similarity="softmax" NaN, and others only different. Second
-    derivatives are refused, and those of forward mode (torch.func.jvp).
+    derivatives of this package's operators are refused, and those of forward mode (torch.func.jvp).
 
     Args:
         query: [B, H, N, D], float16, bfloat16, float32 or float64; N, D >= 1.
         key: [B, H, M, D].
         value: [B, H, M, Dv], Dv >= 1.
-        key_mask: bool [B, M], True for a real token; a masked key adds nothing. None: all are real.
+        key_mask: bool [B, M], True for a real token; a masked key adds nothing, whatever stands in it. None: all are
+            real.
         hash_code_len: tau, bits of a code, 1..16, or 1..32 with expectation=True: the higher, the sharper the
             attention. A list of H numbers gives every head its own. With similarity="softmax" it matters to samples
             only, and is the most bits that their codes have: 13, and from M = 4097 on log2(M) + 1, which leaves one
@@ -141,16 +142,16 @@ def yoso_attention(
             "exact": the true derivative, only with expectation=True. With expectation=True nothing is sampled, and
             "sampled" means "expectation". The gradient of value is always the true one.
         similarity: "cosine": the weights above. "softmax": those of softmax attention, exp(scale query . key). Where
-            the expectation is computed, hash_code_len has no effect, backward is "exact", and on other devices than a
-            CPU PyTorch computes it. Where sampled, queries are taken less their mean over the sequence, and keys less
-            one of theirs, as softmax does not notice what all keys share, and what the queries share is a weight of
-            each key, exp(scale mean of queries . key). That one is exact, and what is left is exp, up to exp(60):
-            exact for the 64 keys of the largest weight, and for the others 1 plus the dot product, exact, plus an
-            estimate of the rest, from the pairs whose codes agree in all bits or in none. Its expectation does not
-            depend on hash_code_len: shorter codes are less noisy, and take longer. A query that avoids, by far more
-            than 60 in the exponent, a key that most queries agree on, has no weight that float32 can hold, and gets
-            zero. With N = M, masked positions are no queries there. Needs normalization="sum" and, where sampled, one
-            hash_code_len, backward="sampled" and no local_window.
+            the expectation is computed, hash_code_len has no effect, backward is "exact", and PyTorch computes it but
+            on a CPU with compiled kernels. Where sampled, queries are taken less their mean over the sequence, and
+            keys less one of theirs, as softmax does not notice what all keys share, and what the queries share is a
+            weight of each key, exp(scale mean of queries . key). That one is exact, and what is left is exp, up to
+            exp(60): exact for the 64 keys of the largest weight, and for the others 1 plus the dot product, exact,
+            plus an estimate of the rest, from the pairs whose codes agree in all bits or in none. Its expectation
+            does not depend on hash_code_len: shorter codes are less noisy, and take longer. A query that avoids, by
+            far more than 60 in the exponent, a key that most queries agree on, has no weight that float32 can hold,
+            and gets zero. With N = M, masked positions are no queries there. Needs normalization="sum" and, where
+            sampled, one hash_code_len, backward="sampled" and no local_window.
         local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are
             sampled: the same expectation with less noise, at a cost of O(N local_window). Needs N = M. 0: none, not
             even a position with itself. Nothing changes where the expectation is computed.
