@@ -481,7 +481,7 @@ def test_comparison(kind, tokenizers, tmp_path, monkeypatch):
     assert found.num_masked == len(losses[0]) > 10
     assert found.cosine == pytest.approx(np.mean(cosines), abs=1e-4)
     # this close, and yet not the same
-    assert 0.99 < found.cosine < 0.99999
+    assert 0.9 < found.cosine < 0.99999
     assert found.cosine_by_layer[0] == pytest.approx(1, abs=1e-5)
     assert found.cosine_by_layer[-1] == found.cosine and len(found.cosine_by_layer) == 3
     losses_found = (found.original_loss, found.converted_loss)
