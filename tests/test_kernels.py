@@ -196,7 +196,7 @@ def test_kernels_are_as_accurate_as_pytorch_in_crowded_buckets(data, shape, dtyp
     assert_as_accurate_as_pytorch(partial(inputs.expectation, backwards=[False]), dtype)
 
 
-# the last: as many queries as keys, which are masked with them
+# the last: as many queries as keys
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SPREAD, (2, 2, 97, 97, 64, 64, 1, 1)])
 @pytest.mark.parametrize("data", ["random", "clusters", "mixed"])
