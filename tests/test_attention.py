@@ -280,11 +280,11 @@ def test_auto_goes_by_the_device(monkeypatch):
     for has_cuda_kernels, on_a_gpu in ((True, 64 * attention.SOFTMAX_TOKENS_PER_HASH_ON_CUDA), (False, 10**9)):
         monkeypatch.setattr(attention, "HAS_CUDA_KERNELS", has_cuda_kernels)
         crossings = {"cpu": 64 * EXACT_TOKENS_PER_HASH["softmax"], "cuda": on_a_gpu}
-        for device, crossing in crossings.items():
-            assert exact_is_cheaper(crossing, crossing, 64, "softmax", device)
-            assert exact_is_cheaper(crossing + 1, crossing + 1, 64, "softmax", device) == (crossing == 10**9)
-        assert exact_is_cheaper(704, 704, 64, device="cuda")
-        assert not exact_is_cheaper(705, 705, 64, device="cuda")
+        for device_type, crossing in crossings.items():
+            assert exact_is_cheaper(crossing, crossing, 64, "softmax", device_type)
+            assert exact_is_cheaper(crossing + 1, crossing + 1, 64, "softmax", device_type) == (crossing == 10**9)
+        assert exact_is_cheaper(704, 704, 64, device_type="cuda")
+        assert not exact_is_cheaper(705, 705, 64, device_type="cuda")
     assert exact_is_cheaper(10**9, 10**9, 64, "softmax", "mps")
 
 

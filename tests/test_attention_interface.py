@@ -11,7 +11,7 @@ from transformers.masking_utils import sdpa_mask
 from yoso_hf import HashFunctions, YosoConfig, YosoModel, yoso_attention
 from yoso_hf import attention as attention_module
 from yoso_hf.attention import EXACT_TOKENS_PER_HASH
-from yoso_hf.attention_interface import SETTINGS, _kept_hash_parameters, takes_attention, yoso_attention_forward
+from yoso_hf.attention_interface import SETTINGS, _kept_hash_functions, takes_attention, yoso_attention_forward
 from yoso_hf.fitting import fit_hash_code_len
 
 VOCAB_SIZE = 99
@@ -519,7 +519,7 @@ def test_it_compiles_into_one_graph(expectation, training, similarity, lengths, 
 
 def test_an_exported_model_keeps_its_hash_functions_and_no_other_model_gets_them():
     """torch.export runs the model on tensors without data."""
-    _kept_hash_parameters.cache_clear()
+    _kept_hash_functions.cache_clear()
     model = build("bert", "yoso", yoso_use_expectation=False, yoso_hash_code_len=4)
     ids = tokens()
     exported = torch.export.export(model, (), {"input_ids": ids}, strict=False).module()

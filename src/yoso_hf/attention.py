@@ -55,12 +55,19 @@ else:
         return torch.compiler._is_exporting_flag
 
 
+def _is_exporting_any_length(*lengths: int | torch.SymInt) -> bool:
+    # strict export hides from this code whether a length is dynamic
+    return is_exporting() and (
+        torch.compiler.is_dynamo_compiling() or any(isinstance(length, torch.SymInt) for length in lengths)
+    )
+
+
 def exact_is_cheaper(
     num_queries: int,
     num_keys: int,
     num_hash: int,
     similarity: Literal["cosine", "softmax"] = "cosine",
-    device: torch.device | str = "cpu",
+    device_type: str = "cpu",
 ) -> bool:
     """Whether expectation="auto" takes the exact weights: their cost grows as N M, that of sampling as (N + M) m.
 
@@ -69,7 +76,7 @@ def exact_is_cheaper(
         num_keys: M, >= 1; padding counts.
         num_hash: m, >= 1.
         similarity: as for yoso_attention.
-        device: of the tensors; it matters to "softmax" only.
+        device_type: of the tensors, "cpu" or "cuda" or another; it matters to "softmax" only.
 
     Returns:
         True while the harmonic mean of N and M is at most EXACT_TOKENS_PER_HASH[similarity] m. Of "softmax" with CUDA
@@ -78,18 +85,17 @@ def exact_is_cheaper(
     Raises:
         ValueError: torch.export with a dynamic length or strict=True; an exported program has one of the two kernels.
     """
-    dynamic = isinstance(num_queries, torch.SymInt) or isinstance(num_keys, torch.SymInt)
-    # strict export, which hides from this code whether a length is dynamic, is refused altogether
-    if is_exporting() and (dynamic or torch.compiler.is_dynamo_compiling()):
+    if _is_exporting_any_length(num_queries, num_keys):
         raise ValueError(
             'expectation="auto" (use_expectation of a model, yoso_use_expectation of an encoder) cannot be exported '
             "with a dynamic length or strict=True: choose True or False, or export a fixed length with strict=False"
         )
-    tokens, device_type = EXACT_TOKENS_PER_HASH[similarity], torch.device(device).type
-    if similarity == "softmax" and device_type == "cuda" and HAS_CUDA_KERNELS:
-        tokens = SOFTMAX_TOKENS_PER_HASH_ON_CUDA
-    elif similarity == "softmax" and not (device_type == "cpu" and HAS_CPU_KERNELS):
-        return True
+    tokens = EXACT_TOKENS_PER_HASH[similarity]
+    if similarity == "softmax":
+        if device_type == "cuda" and HAS_CUDA_KERNELS:
+            tokens = SOFTMAX_TOKENS_PER_HASH_ON_CUDA
+        elif not (device_type == "cpu" and HAS_CPU_KERNELS):
+            return True
     # one rule with and without gradients: checkpointing runs a layer both ways, and must compute the same twice
     return 2 * num_queries * num_keys <= tokens * (num_queries + num_keys) * num_hash
 
@@ -176,21 +182,22 @@ def yoso_attention(
     if similarity == "softmax" and expectation is not True:
         _check_sampled_softmax(hash_code_len, backward, local_window)
     if expectation == "auto":
-        expectation = exact_is_cheaper(query.shape[2], key.shape[2], num_hash, similarity, query.device)
+        expectation = exact_is_cheaper(query.shape[2], key.shape[2], num_hash, similarity, query.device.type)
 
-    out_dtype = value.dtype
-    dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    out_dtype = dtype = value.dtype
+    if not query.dtype == key.dtype == dtype:
+        dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), dtype)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if similarity == "softmax":
         scale = scale or head_dim**-0.5
+        if expectation:
+            return _softmax(query, key, value, key_mask, scale).to(out_dtype)
+        if dtype == torch.float16:
+            # weights span more than its range
+            query, key, value = query.float(), key.float(), value.float()
+        if hash_functions is None:
+            hash_functions = HashFunctions.sample(heads, head_dim, num_hash, hash_code_len, device=query.device)
         with _without_autocast(query.device):
-            if expectation:
-                return _softmax(query, key, value, key_mask, scale).to(out_dtype)
-            if dtype == torch.float16:
-                # weights span more than its range
-                query, key, value = query.float(), key.float(), value.float()
-            if hash_functions is None:
-                hash_functions = HashFunctions.sample(heads, head_dim, num_hash, hash_code_len, device=query.device)
             return _sampled_softmax(query, key, value, key_mask, hash_functions, scale).to(out_dtype)
     # sums of many values, or of small weights, leave float16's range; CUDA's kernels scale them before they round
     scaled_late = normalization == "sum" or (normalization == "l2" and not (query.is_cuda and HAS_CUDA_KERNELS))
@@ -303,7 +310,8 @@ def _softmax(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None,
         key, value = (less_masked(x, real_rows(key_mask)) for x in (key, value))
         # where no key is real, all are taken, whose values are zero: no kernel has to divide by zero
         attn_mask = (key_mask | ~key_mask.any(1, keepdim=True))[:, None, None]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
+    with _without_autocast(query.device):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
 
 
 def _sampled_softmax(
@@ -355,8 +363,8 @@ def _sampled_softmax(
 
 def _bits_for(num_keys: int, highest: int) -> int:
     """As many as leave at most one key on average to a bucket, of a code and its complement, but FEWEST_BITS."""
-    # an exported program has codes of one length; strict export hides from this code whether M is dynamic
-    if is_exporting() and (isinstance(num_keys, torch.SymInt) or torch.compiler.is_dynamo_compiling()):
+    # an exported program has codes of one length
+    if _is_exporting_any_length(num_keys):
         return highest
     bits = min(FEWEST_BITS, highest)
     # without a logarithm, which a graph of any length could not be asked for

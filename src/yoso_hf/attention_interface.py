@@ -48,9 +48,16 @@ def read_settings(config: PretrainedConfig, exact: bool = False) -> dict:
     Args:
         config: its keys replace those of SETTINGS.
         exact: take yoso_use_expectation for True.
+
+    Raises:
+        ValueError: a yoso_ key that does not exist.
     """
-    settings = {name: getattr(config, name, default) for name, default in SETTINGS.items()}
-    return settings | {"yoso_use_expectation": True} if exact else settings
+    # not by getattr, which takes a configuration some microseconds for each name
+    asked = {name: value for name, value in vars(config).items() if name.startswith("yoso_")}
+    unknown = [name for name in asked if name not in SETTINGS]
+    if unknown:
+        raise ValueError(f"the configuration has {', '.join(unknown)}, but YOSO's settings are {', '.join(SETTINGS)}")
+    return SETTINGS | asked | ({"yoso_use_expectation": True} if exact else {})
 
 
 def attention_settings(module: nn.Module, exact: bool = False) -> dict:
@@ -68,11 +75,7 @@ def attention_settings(module: nn.Module, exact: bool = False) -> dict:
         ValueError: a yoso_ key that does not exist; numbers by layer for a model whose layers are not numbered, or
             for another number of layers.
     """
-    config = module.config
-    unknown = [name for name in vars(config) if name.startswith("yoso_") and name not in SETTINGS]
-    if unknown:
-        raise ValueError(f"the configuration has {', '.join(unknown)}, but YOSO's settings are {', '.join(SETTINGS)}")
-    settings = {name.removeprefix("yoso_"): value for name, value in read_settings(config, exact).items()}
+    settings = {name.removeprefix("yoso_"): value for name, value in read_settings(module.config, exact).items()}
     if isinstance(settings["hash_code_len"], (list, tuple)):
         layer_idx = getattr(module, "layer_idx", None)
         if layer_idx is None:
@@ -80,7 +83,7 @@ def attention_settings(module: nn.Module, exact: bool = False) -> dict:
                 "yoso_hash_code_len must be one number for this model, got a list: "
                 f"{type(module).__name__} does not know which layer it is in"
             )
-        settings["hash_code_len"] = _hash_code_len_of_layer(settings["hash_code_len"], layer_idx, config)
+        settings["hash_code_len"] = _hash_code_len_of_layer(settings["hash_code_len"], layer_idx, module.config)
     return settings
 
 
@@ -120,7 +123,8 @@ def is_delegated(module: nn.Module, query: Tensor, key: Tensor, **kwargs) -> boo
 
 def _may_cross(module: nn.Module) -> bool:
     """Whether a layer is a decoder's, or may attend to other tokens than its own and does not say whether it does."""
-    if "Cross" in type(module).__name__ or getattr(module, "is_cross_attention", False):
+    # not by getattr, which is slow where a module has no such attribute
+    if "Cross" in type(module).__name__ or vars(module).get("is_cross_attention"):
         return True
     if hasattr(module, "is_decoder"):
         return module.is_decoder
@@ -128,10 +132,10 @@ def _may_cross(module: nn.Module) -> bool:
 
 
 @functools.lru_cache(maxsize=128)
-def _kept_hash_parameters(seed: int, layer_idx: int, sizes: tuple[int, ...], device: torch.device) -> Tensor:
+def _kept_hash_functions(seed: int, layer_idx: int, sizes: tuple[int, ...], device: torch.device) -> HashFunctions:
     # torch.export runs models on tensors without data, which must not be kept
     with _disable_current_modes():
-        return HashFunctions.seeded(seed, layer_idx, *sizes, device=device).parameters
+        return HashFunctions.seeded(seed, layer_idx, *sizes, device=device)
 
 
 # an operator of compiled models: a graph cannot make the generator that they are drawn from, and torch.compile takes
@@ -140,13 +144,14 @@ def _kept_hash_parameters(seed: int, layer_idx: int, sizes: tuple[int, ...], dev
 def _compiled_hash_parameters(query: Tensor, seed: int, layer_idx: int, num_hash: int, hash_code_len: int) -> Tensor:
     sizes = (query.shape[1], query.shape[3], num_hash, hash_code_len)
     # what an operator gives must be its own
-    return _kept_hash_parameters(seed, layer_idx, sizes, query.device).clone()
+    return _kept_hash_functions(seed, layer_idx, sizes, query.device).parameters.clone()
 
 
 @_compiled_hash_parameters.register_fake
 def _(query, seed, layer_idx, num_hash, hash_code_len):
     sizes = (query.shape[1], query.shape[3], num_hash, hash_code_len)
-    return query.new_empty(_kept_hash_parameters(seed, layer_idx, sizes, torch.device("cpu")).shape, dtype=torch.float)
+    functions = _kept_hash_functions(seed, layer_idx, sizes, torch.device("cpu"))
+    return query.new_empty(functions.parameters.shape, dtype=torch.float)
 
 
 def _refuse(names: tuple[str, ...], module: nn.Module, kwargs: dict) -> None:
@@ -168,7 +173,7 @@ def key_mask_of(attention_mask: Tensor | None) -> Tensor | None:
             'attn_implementation="yoso" needs an attention_mask of shape [B, N], 1 for a real token, got '
             f"{list(attention_mask.shape)}: it cannot mask single pairs of tokens"
         )
-    key_mask = attention_mask[:, 0, 0]
+    key_mask = attention_mask.squeeze((1, 2))
     # some models make their masks by themselves, to be added to softmax's weights (LayoutLM)
     return key_mask == 0 if key_mask.is_floating_point() else key_mask
 
@@ -229,7 +234,7 @@ def yoso_from_settings(
     scale: float | None,
 ) -> Tensor:
     """YOSO attention with the settings of attention_settings; shapes as for yoso_attention_forward."""
-    groups = getattr(module, "num_key_value_groups", 1)
+    groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     out = yoso_attention(
@@ -260,10 +265,8 @@ def _hash_functions(module: nn.Module, query: Tensor, settings: dict) -> HashFun
     # layers that are not numbered share their hash functions
     layer_idx = getattr(module, "layer_idx", None) or 0
     if torch.compiler.is_dynamo_compiling():
-        parameters = _compiled_hash_parameters(query, seed, layer_idx, *sizes[1:])
-    else:
-        parameters = _kept_hash_parameters(seed, layer_idx, (query.shape[1], *sizes), query.device)
-    return HashFunctions(parameters, *sizes)
+        return HashFunctions(_compiled_hash_parameters(query, seed, layer_idx, *sizes[1:]), *sizes)
+    return _kept_hash_functions(seed, layer_idx, (query.shape[1], *sizes), query.device)
 
 
 def make_mask(*, attention_mask: Tensor | None, mask_function, **kwargs) -> Tensor | None:

@@ -129,9 +129,10 @@ class YosoSelfAttention(nn.Module):
         return functions.parameters
 
     def hash_functions(self, device: torch.device, length: int) -> HashFunctions | None:
-        if self.expectation is True:
-            return None
-        if self.expectation == "auto" and exact_is_cheaper(length, length, self.num_hash, self.similarity, device):
+        exact = self.expectation
+        if exact == "auto":
+            exact = exact_is_cheaper(length, length, self.num_hash, self.similarity, device.type)
+        if exact:
             return None
         if self.training or self.hash_parameters is None:
             return HashFunctions.sample(*self.hash_sizes(), kind=self.hash_kind, device=device)
