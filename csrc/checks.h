@@ -161,6 +161,27 @@ inline void check_sampled_remainder_backward(const Tensor& grad, const Tensor& g
   check_row_numbers(grad_total, "grad_total", query);
 }
 
+inline void check_first_order(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_weight,
+                              const Tensor& heavy, double scale) {
+  check_exact(query, key, value, 32);
+  check_row_numbers(key_weight, "key_weight", key);
+  check_device(heavy, "heavy", key);
+  STD_TORCH_CHECK(heavy.dim() == 3 && heavy.is_contiguous() && heavy.size(0) == key.size(0) &&
+                      heavy.size(1) == key.size(1) && heavy.size(2) <= 64 && heavy.scalar_type() == ScalarType::Long,
+                  "heavy must be contiguous int64 with shape [B, H, K], K at most 64");
+  STD_TORCH_CHECK(scale > 0, "scale must be above 0, got ", scale);
+}
+
+inline void check_first_order_backward(const Tensor& grad, const Tensor& grad_total, const Tensor& query,
+                                       const Tensor& key, const Tensor& value, const Tensor& key_weight,
+                                       const Tensor& heavy, double scale) {
+  check_first_order(query, key, value, key_weight, heavy, scale);
+  // of an output that is wider than 16 bits
+  check_rows(grad, "grad", value, query.size(2), length_dtype(query));
+  STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
+  check_row_numbers(grad_total, "grad_total", query);
+}
+
 inline void check_near(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& query_codes,
                        const Tensor& key_codes, int64_t hash_code_len, int64_t window) {
   check_exact(query, key, value, hash_code_len);

@@ -123,6 +123,7 @@ def test_same_bits_whatever_the_number_of_threads(dtype, heads, data):
             *inputs.expectation(ops, dtype),
             *inputs.softmax(ops, dtype),
             *inputs.remainder(ops, dtype),
+            *inputs.first_order(ops, dtype),
         ]
     )
 
@@ -149,6 +150,7 @@ def one_head_calls():
     buckets = (sampled.query, sampled.key, sampled.value, *sampled.codes, 9)
     near = (*buckets, 64)
     remainder = (*buckets[:3], torch.ones(1, 1, 32768), *buckets[3:], 0.125)
+    first_order = (*remainder[:4], torch.arange(64).view(1, 1, 64), 0.125)
     rows = (exact.query, exact.key, exact.value, 9)
     unit, inverse_length = ops.sampled_attention(*buckets, False, True)
     softmax = ops.softmax_attention(*rows[:3], None, 0.125)
@@ -166,6 +168,10 @@ def one_head_calls():
         "sampled_remainder": lambda: ops.sampled_remainder(*remainder),
         "sampled_remainder_backward": lambda: ops.sampled_remainder_backward(
             sampled.grad, sampled.grad.sum(-1), *remainder
+        ),
+        "first_order_attention": lambda: ops.first_order_attention(*first_order),
+        "first_order_attention_backward": lambda: ops.first_order_attention_backward(
+            sampled.grad, sampled.grad.sum(-1), *first_order
         ),
         "local_attention": lambda: ops.local_attention(*near),
         "local_attention_backward": lambda: ops.local_attention_backward(sampled.grad, *near),

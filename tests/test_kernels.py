@@ -101,6 +101,19 @@ class Inputs:
             *namespace.sampled_remainder_backward(grad, grad_total, *arguments),
         ]
 
+    def first_order(self, namespace, dtype):
+        """What the operators of the first order give, forward and backward."""
+        query, key, value = (x.to(dtype) for x in (self.query, self.key, self.value))
+        wide = torch.promote_types(dtype, torch.float32)
+        key_weight = torch.linspace(0, 1, key.shape[2], dtype=wide).expand(key.shape[:3]).contiguous()
+        heavy = key_weight.topk(min(key.shape[2], 64)).indices
+        grad, grad_total = self.grad.to(wide), self.grad.to(wide).sum(-1)
+        arguments = (query, key, value, key_weight, heavy, query.shape[3] ** -0.5)
+        return [
+            *namespace.first_order_attention(*arguments),
+            *namespace.first_order_attention_backward(grad, grad_total, *arguments),
+        ]
+
 
 def assert_as_accurate_as_pytorch(outputs, dtype):
     """The error against float64 is at most twice that of plain PyTorch in the same dtype.
@@ -206,7 +219,15 @@ def test_softmax_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
     assert_as_accurate_as_pytorch(inputs.softmax, dtype)
 
 
-# the last three: buckets of several parts, with two of queries; a single bucket; products that are cut
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [*SPREAD, (1, 2, 2100, 2200, 64, 64, 1, 1)])
+@pytest.mark.parametrize("data", ["random", "clusters", "mixed"])
+@needs_softmax_kernel
+def test_first_order_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
+    inputs = Inputs(data, shape, dtype)
+    assert_as_accurate_as_pytorch(inputs.first_order, dtype)
+
+
 # the last two: buckets of several parts
 REMAINDER = [*SPREAD, (1, 2, 150, 333, 64, 64, 3, 2), (1, 1, 65, 129, 32, 32, 2, 1)]
 

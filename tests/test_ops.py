@@ -11,7 +11,7 @@ from yoso_hf import HashFunctions, ops, reference
 # where the tests put their tensors, see conftest.py
 DEVICE = torch.get_default_device().type
 needs_kernels = pytest.mark.skipif(DEVICE not in ops.compiled_backends(), reason="no compiled extension")
-# which there is for CPUs only
+# which there is for CPUs only, as that of first_order_attention
 HAS_SOFTMAX_KERNEL = torch._C._dispatch_has_kernel_for_dispatch_key("yoso_hf::softmax_attention", DEVICE.upper())
 
 # B, H, N, M, D, Dv, num_hash, hash_code_len: odd sizes, single elements, a table larger than the rows, full buckets
@@ -241,6 +241,7 @@ def operator_calls():
     near = [inputs[0], *(x.detach()[:, :, :9].requires_grad_() for x in inputs[1:])]
     near_codes = codes[0], codes[1][..., :9].contiguous()
     key_weight = torch.rand(2, 2, 11)
+    heavy = key_weight.topk(3).indices
     return {
         "hash_hadamard": [(plain[1], functions.parameters, mask, 4, 5)],
         "hash_gaussian": [(plain[0], gaussian.parameters, None, 4, 5)],
@@ -254,6 +255,8 @@ def operator_calls():
         ],
         "sampled_remainder": [(*inputs, key_weight.clone().requires_grad_(), *codes, 5, 0.5)],
         "sampled_remainder_backward": [(grad, grad.sum(-1), *plain, key_weight, *codes, 5, 0.5)],
+        "first_order_attention": [(*inputs, key_weight.clone().requires_grad_(), heavy, 0.5)],
+        "first_order_attention_backward": [(grad, grad.sum(-1), *plain, key_weight, heavy, 0.5)],
         "local_attention": [(*near, *near_codes, 5, 3)],
         "local_attention_backward": [(grad, *(x.detach() for x in near), *near_codes, 5, 3)],
         "unit_rows_backward": [(grad, *normalized(grad))],
@@ -333,6 +336,43 @@ def test_remainder_and_its_gradient_have_the_exact_ones_as_their_mean(num_keys):
     assert ((draws.mean(0) - expected).abs() < 4 * draws.std(0) / 20).all()
 
 
+# B, H, N, M, D, Dv, K: odd sizes, all keys heavy, none, a single row, more rows than are taken at a time
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 3, 70, 131, 33, 17, 64), (1, 2, 5, 7, 4, 3, 7), (2, 1, 9, 65, 5, 40, 0), (1, 1, 1, 1, 1, 1, 1)]
+    + [(3, 2, 4100, 1500, 5, 7, 20)],
+)
+@pytest.mark.parametrize("namespace", [ops, reference], ids=["ops", "reference"])
+def test_first_order_operators_equal_autograd_through_the_formula(namespace, shape):
+    *shape, num_heavy = shape
+    query, key, value, grad, _, _, _ = make((*shape, 1, 1), torch.float64)
+    # a logarithm of more than 60, of two keys that are alike but for one being heavy, where there are so many
+    query[:, :, 0] *= 120 / (query[:, :, 0] * key[:, :, 0]).sum(-1, keepdim=True)
+    key[:, :, -1] = key[:, :, 0]
+    key_weight = torch.rand(*key.shape[:3], dtype=torch.float64)
+    key_weight[:, :, 0] = 2
+    heavy = key_weight.topk(num_heavy).indices.flip(-1)
+    grad_total = torch.randn(query.shape[:3], dtype=torch.float64)
+    inputs = [x.clone().requires_grad_() for x in (query, key, value, key_weight)]
+    logarithms = 0.7 * inputs[0] @ inputs[1].mT
+    is_heavy = torch.zeros(key.shape[:3], dtype=torch.bool).scatter(2, heavy, True)[:, :, None]
+    weights = inputs[3][:, :, None] * torch.where(is_heavy, logarithms.clamp(max=60).exp(), 1 + logarithms)
+    expected = weights @ inputs[2], weights.sum(-1)
+    got = namespace.first_order_attention(query, key, value, key_weight, heavy, 0.7)
+    torch.testing.assert_close(got, tuple(x.detach() for x in expected))
+    expected = torch.autograd.grad(expected, inputs, (grad, grad_total))
+    arguments = (grad, grad_total, query, key, value, key_weight, heavy, 0.7)
+    torch.testing.assert_close(namespace.first_order_attention_backward(*arguments), expected)
+
+
+def test_first_order_backward_passes_gradcheck():
+    query, key, value, _, _, _, _ = make((2, 2, 5, 7, 4, 3, 1, 1), torch.float64)
+    key_weight = torch.rand(2, 2, 7, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (query, key, value, key_weight)]
+    heavy = key_weight.topk(3).indices
+    assert torch.autograd.gradcheck(lambda *x: ops.first_order_attention(*x, heavy, 0.5), inputs)
+
+
 @pytest.mark.parametrize("namespace", [ops, reference], ids=["ops", "reference"])
 def test_a_query_meets_a_part_of_a_crowded_bucket_only(namespace):
     """So that the time is linear: of 1000 keys in a bucket at most 64 for each hash function, each for 16."""
@@ -410,7 +450,14 @@ def test_same_bits_whatever_the_number_of_threads():
 
     def softmax():
         forward = ops.softmax_attention(query, key, value, None, 0.1)
-        return *forward, *ops.softmax_attention_backward(grad, *forward, query, key, value, None, 0.1)
+        key_weight = torch.linspace(0, 1, 900).view(1, 1, 900)
+        first_order = (query, key, value, key_weight, key_weight.topk(64).indices, 0.1)
+        return (
+            *forward,
+            *ops.softmax_attention_backward(grad, *forward, query, key, value, None, 0.1),
+            *ops.first_order_attention(*first_order),
+            *ops.first_order_attention_backward(grad, grad.sum(-1), *first_order),
+        )
 
     def results():
         return [
@@ -465,6 +512,16 @@ def test_views_and_expanded_gradients_give_what_copies_give():
                 ops.softmax_attention_backward(grad, *got, x, key, value, None, 0.2) for x in (view, view.contiguous())
             )
             assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+            key_weight = torch.linspace(0, 1, 50).expand(2, 2, 50).contiguous()
+            arguments = (key, value, key_weight, key_weight.topk(5).indices, 0.2)
+            got, expected = (
+                [
+                    *ops.first_order_attention(x, *arguments),
+                    *ops.first_order_attention_backward(grad, grad.sum(-1), x, *arguments),
+                ]
+                for x in (view, view.contiguous())
+            )
+            assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
         one = torch.ones(2, 2, 50)
         got, expected = (
             [
@@ -493,6 +550,11 @@ def test_empty_tensors(sizes, unit, implementation):
     out, total = namespace.sampled_remainder(query, key, value, key_weight, *codes, 5, 0.5)
     assert torch.equal(out, torch.zeros(*sizes[:3], 6))
     assert torch.equal(total, torch.zeros(sizes[:3]))
+    heavy = key_weight.topk(min(2, sizes[3])).indices
+    if sizes[3] == 0:
+        out, total = namespace.first_order_attention(query, key, value, key_weight, heavy, 0.5)
+        assert torch.equal(out, torch.zeros(*sizes[:3], 6))
+        assert torch.equal(total, torch.zeros(sizes[:3]))
     for out, inverse_length in (
         namespace.sampled_attention(query, key, value, *codes, 5, False, unit),
         namespace.expectation_attention(query, key, value, 5, False, unit),
@@ -504,6 +566,7 @@ def test_empty_tensors(sizes, unit, implementation):
         namespace.expectation_attention_backward(grad, query, key, value, 5, False),
         namespace.softmax_attention_backward(grad, *softmax, query, key, value, mask, 0.5),
         namespace.sampled_remainder_backward(grad, grad.sum(-1), query, key, value, key_weight, *codes, 5, 0.5)[:3],
+        namespace.first_order_attention_backward(grad, grad.sum(-1), query, key, value, key_weight, heavy, 0.5)[:3],
     ):
         for gradient, x in zip(gradients, (query, key, value), strict=False):
             assert torch.equal(gradient, torch.zeros_like(x))
@@ -540,6 +603,13 @@ def test_kernels_refuse_what_would_read_past_a_buffer():
     def remainder(value=value, key_weight=torch.ones(2, 2, 11), codes=codes, scale=0.5):  # noqa: B008
         return ops.sampled_remainder(query, key, value, key_weight, *codes, 5, scale)
 
+    def first_order(value=value, key_weight=torch.ones(2, 2, 11), heavy=torch.zeros(2, 2, 1).long()):  # noqa: B008
+        return ops.first_order_attention(query, key, value, key_weight, heavy, 0.5)
+
+    def first_order_backward(grad=grad, grad_total=torch.ones(2, 2, 9), heavy=torch.zeros(2, 2, 1).long()):  # noqa: B008
+        one = torch.ones(2, 2, 11)
+        return ops.first_order_attention_backward(grad, grad_total, query, key, value, one, heavy, 0.5)
+
     bad_calls = [
         lambda: ops.sampled_attention(query, key, value[:, :, :-1], *codes, 5, False, False),
         lambda: ops.sampled_attention(query, key, value, codes[0][:, :1], codes[1], 5, False, False),
@@ -575,6 +645,14 @@ def test_kernels_refuse_what_would_read_past_a_buffer():
             lambda: softmax_backward(grad[:, :, :-1]),
             lambda: softmax_backward(out=grad[..., :-1]),
             lambda: softmax_backward(logarithm=torch.ones(2, 2, 8)),
+            lambda: first_order(value=value[:, :, :-1]),
+            lambda: first_order(key_weight=torch.ones(2, 2, 12)),
+            lambda: first_order(heavy=torch.zeros(2, 2, 65).long()),
+            lambda: first_order(heavy=torch.zeros(2, 2, 1).int()),
+            *(lambda i=i: first_order(heavy=torch.full((2, 2, 1), i)) for i in (-1, 11)),
+            lambda: first_order_backward(grad[:, :, :-1]),
+            lambda: first_order_backward(grad_total=torch.ones(2, 2, 8)),
+            lambda: first_order_backward(heavy=torch.full((2, 2, 1), 11)),
         ]
     for call in bad_calls:
         with pytest.raises(RuntimeError, match="must"):

@@ -11,8 +11,8 @@ constexpr int64_t kBucketRows = 64;
 constexpr int64_t kFewPairs = 16;
 // the longest list
 constexpr int64_t kListedPairs = 256;
-// the largest logarithm of a weight, and the smallest that counts
-constexpr double kMaxLogarithm = 60, kMinLogarithm = -87;
+// the smallest logarithm of a weight that counts
+constexpr double kMinLogarithm = -87;
 
 // exp(x) - 1 - x; slope is what it has in x
 YOSO_INLINE double remainder(double x, double& slope) {

@@ -9,26 +9,6 @@ namespace {
 // rows that are loaded at a time where only their products are kept
 constexpr int64_t kLoadedRows = 64;
 
-YOSO_INLINE double power_of_two(double x) { return std::exp2(x); }
-
-// 2^x for x <= 0, as 2^n 2^f with n an integer; 0 below float's normal range.
-YOSO_INLINE float power_of_two(float x) {
-  // added to a small number and subtracted, it rounds that to an integer
-  constexpr float kRounds = 0x1.8p23f;
-  constexpr float kSmallest = -126;
-  const float y = x < kSmallest ? kSmallest : x;
-  const float n = (y + kRounds) - kRounds, f = y - n;
-  // a minimax fit of 2^f on [-1/2, 1/2], with a relative error of 1e-7
-  float series = 0.00132647273f;
-  series = series * f + 0.00967151299f;
-  series = series * f + 0.0555073358f;
-  series = series * f + 0.240222424f;
-  series = series * f + 0.693147004f;
-  series = series * f + 1.0f;
-  const float power = __builtin_bit_cast(float, (static_cast<int32_t>(n) + 127) << 23) * series;
-  return x < kSmallest ? 0.0f : power;
-}
-
 template <int Offset, class V, int... I>
 YOSO_INLINE V rotate_lanes(V x, std::integer_sequence<int, I...>) {
   return __builtin_shufflevector(x, x, ((I + Offset) % static_cast<int>(sizeof...(I)))...);

@@ -24,6 +24,9 @@ constexpr int64_t kTileQueries = 32;
 constexpr int64_t kTileKeys = 64;
 constexpr int64_t kTileSize = kTileQueries * kTileKeys;
 
+// the largest logarithm of a weight where softmax is sampled
+constexpr double kMaxLogarithm = 60;
+
 // 1 - acos(x) / pi for x clamped to [-1, 1]
 inline double angle_complement(double x) { return 1 - std::acos(std::clamp(x, -1.0, 1.0)) / M_PI; }
 
@@ -41,6 +44,26 @@ YOSO_INLINE float angle_complement(float x) {
   polynomial = polynomial * a + 0.5f;
   const float angle = std::sqrt(1.0f - a) * polynomial;
   return x < 0 ? angle : 1.0f - angle;
+}
+
+YOSO_INLINE double power_of_two(double x) { return std::exp2(x); }
+
+// 2^x for x < 127, as 2^n 2^f with n an integer; 0 below float's normal range.
+YOSO_INLINE float power_of_two(float x) {
+  // added to a small number and subtracted, it rounds that to an integer
+  constexpr float kRounds = 0x1.8p23f;
+  constexpr float kSmallest = -126;
+  const float y = x < kSmallest ? kSmallest : x;
+  const float n = (y + kRounds) - kRounds, f = y - n;
+  // a minimax fit of 2^f on [-1/2, 1/2], with a relative error of 1e-7
+  float series = 0.00132647273f;
+  series = series * f + 0.00967151299f;
+  series = series * f + 0.0555073358f;
+  series = series * f + 0.240222424f;
+  series = series * f + 0.693147004f;
+  series = series * f + 1.0f;
+  const float power = __builtin_bit_cast(float, (static_cast<int32_t>(n) + 127) << 23) * series;
+  return x < kSmallest ? 0.0f : power;
 }
 
 // out = base^exponent by squaring; base is overwritten

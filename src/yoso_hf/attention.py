@@ -15,12 +15,13 @@ from .hashing import EXACT_RANGE, MAX_EXACT_HASH_CODE_LEN, MAX_HASH_CODE_LEN, Ha
 from .ops import (
     compiled_backends,
     expectation_attention,
+    first_order_attention,
     local_attention,
     sampled_attention,
     sampled_remainder,
     softmax_attention,
 )
-from .reference import MAX_LOGARITHM, less_masked, real_rows
+from .reference import less_masked, real_rows
 
 HAS_CPU_KERNELS, HAS_CUDA_KERNELS = (name in compiled_backends() for name in ("cpu", "cuda"))
 
@@ -340,25 +341,16 @@ def _sampled_softmax(
     light = weight.scatter(2, heavy, 0)
     with torch.no_grad():
         # so that the first order adds nothing to the sum of the light keys' weights, and the rest only adds to it
-        key_mean = _divide((light * key).sum(2, keepdim=True), light.sum(2, keepdim=True))
-    query = less_masked(query - query_mean, real_queries).to(dtype)
-    key = less_masked(key - key_mean, real_keys).to(dtype)
-    query_mask = None if real_queries is None else key_mask
+        key_mean = _divide(light.mT @ key, light.sum(2, keepdim=True))
+    query, key, weight, light = query - query_mean, key - key_mean, weight.squeeze(-1), light.squeeze(-1)
     length = _bits_for(key.shape[2], functions.hash_code_len)
     functions = functions.part(slice(None), length)
-    codes = functions.codes(query.detach(), query_mask), functions.codes(key.detach(), key_mask)
-    out, total = sampled_remainder(query, key, value, light.squeeze(-1), *codes, length, scale)
-
-    query, key, value = query.to(wide), key.to(wide), value.to(wide)
-    # the order zero and the first of the light keys, and the heavy ones
-    light_value = torch.cat([light * value, light], dim=-1)
-    linear, linear_total = (light_value.sum(2, keepdim=True) + scale * query @ (key.mT @ light_value)).split(
-        [value.shape[3], 1], dim=-1
-    )
-    heavy_key, heavy_value = (x.gather(2, heavy.expand(-1, -1, -1, x.shape[3])) for x in (key, value))
-    heavy_weight = (scale * query @ heavy_key.mT).clamp(max=MAX_LOGARITHM).exp() * weight.gather(2, heavy).mT
-    total = total[..., None] + linear_total + heavy_weight.sum(-1, keepdim=True)
-    return _divide(out + linear + heavy_weight @ heavy_value, total)
+    query_codes = functions.codes(query.detach(), None if real_queries is None else key_mask)
+    key_codes = functions.codes(key.detach(), key_mask)
+    rows = query.to(dtype), key.to(dtype), value
+    exact, exact_total = first_order_attention(*rows, weight, heavy.squeeze(-1), scale)
+    out, total = sampled_remainder(*rows, light, query_codes, key_codes, length, scale)
+    return _divide(exact + out, (exact_total + total)[..., None])
 
 
 def _bits_for(num_keys: int, highest: int) -> int:

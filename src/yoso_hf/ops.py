@@ -45,6 +45,10 @@ SCHEMAS = {
     "sampled_remainder_backward": "(Tensor grad, Tensor grad_total, Tensor query, Tensor key, Tensor value, "
     "Tensor key_weight, Tensor query_codes, Tensor key_codes, int hash_code_len, float scale) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
+    "first_order_attention": "(Tensor query, Tensor key, Tensor value, Tensor key_weight, Tensor heavy, float scale) "
+    "-> (Tensor, Tensor)",
+    "first_order_attention_backward": "(Tensor grad, Tensor grad_total, Tensor query, Tensor key, Tensor value, "
+    "Tensor key_weight, Tensor heavy, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
     "local_attention": "(Tensor query, Tensor key, Tensor value, Tensor query_codes, Tensor key_codes, "
     "int hash_code_len, int window) -> Tensor",
     "local_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor query_codes, "
@@ -138,6 +142,14 @@ def _fake_remainder_backward(
     return *gradients, key_weight.new_empty(key_weight.shape)
 
 
+def _fake_first_order(query, key, value, key_weight, heavy, scale):  # noqa: ARG001
+    return _fake_remainder(query, key, value, key_weight, None, None, None, scale)
+
+
+def _fake_first_order_backward(grad, grad_total, query, key, value, key_weight, heavy, scale):  # noqa: ARG001
+    return _fake_remainder_backward(grad, grad_total, query, key, value, key_weight, None, None, None, scale)
+
+
 def _fake_local(query, key, value, query_codes, key_codes, hash_code_len, window):  # noqa: ARG001
     return _empty_heads_last(value, value.shape[2], value.shape[3])
 
@@ -225,6 +237,16 @@ def _remainder_gradients(ctx, grad, grad_total):
     return *gradients, None, None, None, None
 
 
+def _save_first_order(ctx, inputs, output):  # noqa: ARG001
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _first_order_gradients(ctx, grad, grad_total):
+    gradients = first_order_attention_backward(grad, grad_total.contiguous(), *ctx.saved_tensors, ctx.scale)
+    return *gradients, None, None
+
+
 def _save_local(ctx, inputs, output):  # noqa: ARG001
     *tensors, ctx.hash_code_len, ctx.window = inputs
     ctx.save_for_backward(*tensors)
@@ -268,6 +290,8 @@ def _register() -> torch.library.Library:
         "softmax_attention_backward": _fake_softmax_backward,
         "sampled_remainder": _fake_remainder,
         "sampled_remainder_backward": _fake_remainder_backward,
+        "first_order_attention": _fake_first_order,
+        "first_order_attention_backward": _fake_first_order_backward,
         "local_attention": _fake_local,
         "local_attention_backward": _fake_local_backward,
         "unit_rows_backward": _fake_unit_rows_backward,
@@ -282,6 +306,7 @@ def _register() -> torch.library.Library:
         "expectation_attention": (_save_expectation, _expectation_gradients),
         "softmax_attention": (_save_softmax, _softmax_gradients),
         "sampled_remainder": (_save_remainder, _remainder_gradients),
+        "first_order_attention": (_save_first_order, _first_order_gradients),
         "local_attention": (_save_local, _local_gradients),
     }
     for name, (save, gradient) in gradients.items():
@@ -306,6 +331,8 @@ softmax_attention = operators.softmax_attention.default
 softmax_attention_backward = operators.softmax_attention_backward.default
 sampled_remainder = operators.sampled_remainder.default
 sampled_remainder_backward = operators.sampled_remainder_backward.default
+first_order_attention = operators.first_order_attention.default
+first_order_attention_backward = operators.first_order_attention_backward.default
 local_attention = operators.local_attention.default
 local_attention_backward = operators.local_attention_backward.default
 unit_rows_backward = operators.unit_rows_backward.default

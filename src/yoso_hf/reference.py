@@ -268,6 +268,61 @@ def sampled_remainder_backward(
     return *(_heads_last(g.view(x.shape).to(x.dtype)) for g, x in gradients), grad_weight.view(key_weight.shape)
 
 
+def first_order_attention(
+    query: Tensor, key: Tensor, value: Tensor, key_weight: Tensor, heavy: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What is exact where softmax attention is sampled: 1 + x for the light keys, and exp(x) for the heavy ones.
+
+    With x = scale query . key and w of key_weight [B, H, M], the sums over keys of w (1 + x) value and of w (1 + x);
+    for those that heavy [B, H, K] lists, all different ones, w exp(x) in place of w (1 + x), up to exp(60). The
+    remainder is sampled_remainder's.
+    """
+    part = _FirstOrder(query, key, value, key_weight, heavy, scale)
+    out = torch.baddbmm(part.light_value.sum(1, keepdim=True), part.query, part.key_value, alpha=scale)
+    heavy_value = part.heavy_weight * part.heavy_value
+    for rows in part.rows_at_a_time():
+        out[:, rows] += part.heavy_exponentials(rows)[1] @ heavy_value
+    out = out.unflatten(0, query.shape[:2])
+    return _heads_last(out[..., :-1]), out[..., -1].contiguous()
+
+
+def first_order_attention_backward(
+    grad: Tensor,
+    grad_total: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_weight: Tensor,
+    heavy: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradient of query, key, value and key_weight."""
+    part = _FirstOrder(query, key, value, key_weight, heavy, scale)
+    grad = torch.cat([grad, grad_total[..., None]], dim=-1).flatten(0, 1)
+    grad_query = scale * grad @ part.key_value.mT
+    grad_sum, grad_key_value = grad.sum(1, keepdim=True), scale * part.query.mT @ grad
+    grad_products = part.value @ grad_key_value.mT
+    grad_weight = (part.key * grad_products).sum(-1, keepdim=True) + (part.value * grad_sum).sum(-1, keepdim=True)
+    grad_key = part.light * grad_products
+    grad_value = part.light * (grad_sum + part.key @ grad_key_value)
+    grad_heavy = [torch.zeros_like(x) for x in (part.heavy_key, part.heavy_value, part.heavy_weight)]
+    for rows in part.rows_at_a_time():
+        logarithms, exponentials = part.heavy_exponentials(rows)
+        products = exponentials * (grad[:, rows] @ part.heavy_value.mT)
+        slope = scale * part.heavy_weight.mT * torch.where(logarithms < MAX_LOGARITHM, products, 0)
+        grad_query[:, rows] += slope @ part.heavy_key
+        grad_heavy[0] += slope.mT @ part.query[:, rows]
+        grad_heavy[1] += part.heavy_weight * (exponentials.mT @ grad[:, rows])
+        grad_heavy[2] += products.sum(1)[..., None]
+    for x, heavy_rows in zip((grad_key, grad_value, grad_weight), grad_heavy, strict=True):
+        x.scatter_(1, part.heavy.expand_as(heavy_rows), heavy_rows)
+    gradients = zip((grad_query, grad_key, grad_value[..., :-1]), (query, key, value), strict=True)
+    return (
+        *(_heads_last(g.unflatten(0, x.shape[:2]).to(x.dtype)) for g, x in gradients),
+        grad_weight.view(key_weight.shape),
+    )
+
+
 def local_attention(
     query: Tensor,
     key: Tensor,
@@ -398,6 +453,31 @@ class _RemainderRows:
         x = self.scale * products
         slope = x.clamp(max=MAX_LOGARITHM).expm1()
         return share * (slope - x), share * torch.where(x < MAX_LOGARITHM, slope, -1)
+
+
+class _FirstOrder:
+    """What the queries of a head have in common; a last column of ones in value adds up the weights."""
+
+    def __init__(self, query, key, value, key_weight, heavy, scale: float):
+        self.query, self.key, value = (_accumulator(x).flatten(0, 1) for x in (query, key, value))
+        self.value = torch.nn.functional.pad(value, (0, 1), value=1.0)
+        self.heavy, weight = heavy.flatten(0, 1)[..., None], key_weight.flatten(0, 1)[..., None]
+        self.light = weight.scatter(1, self.heavy, 0)
+        self.light_value = self.light * self.value
+        self.key_value = self.key.mT @ self.light_value
+        self.heavy_key, self.heavy_value, self.heavy_weight = (
+            x.gather(1, self.heavy.expand(-1, -1, x.shape[2])) for x in (self.key, self.value, weight)
+        )
+        self.scale = scale
+
+    def rows_at_a_time(self) -> list[slice]:
+        step = max(1, _rows_at_a_time(self.query) // max(1, self.query.shape[0]))
+        return [slice(row, row + step) for row in range(0, self.query.shape[1], step)]
+
+    def heavy_exponentials(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """x and exp(x) for some of each head's queries and the heavy keys."""
+        logarithms = self.query[:, rows] @ (self.scale * self.heavy_key).mT
+        return logarithms, logarithms.clamp(max=MAX_LOGARITHM).exp()
 
 
 def _bucket_pairs(query_codes: Tensor, key_codes: Tensor, hash_code_len: int):
@@ -599,6 +679,8 @@ DEFINITIONS = {
         softmax_attention_backward,
         sampled_remainder,
         sampled_remainder_backward,
+        first_order_attention,
+        first_order_attention_backward,
         local_attention,
         local_attention_backward,
         unit_rows_backward,

@@ -1,0 +1,426 @@
+// Softmax attention to the first order of the exponent, but for a few heavy keys, of which it is whole: what is exact
+// where the rest is sampled.
+#include "tiled_attention.h"
+
+namespace yoso {
+namespace {
+
+// what logarithms of base 2 are cut at
+constexpr double kMaxPower = kMaxLogarithm * M_LOG2E;
+// what sums over rows are added up of, on any number of threads
+constexpr int64_t kParts = 32;
+
+// The sums of a head's light keys, with w a key's weight: w; w value; scale w key; scale w key value^T. One after the
+// other, each at a whole vector.
+template <class T>
+struct KeySums {
+  T *weight, *value, *key, *key_value;
+
+  KeySums(T* data, int64_t columns, int64_t value_columns)
+      : weight(data), value(data + kRowQuantum), key(value + value_columns), key_value(key + columns) {}
+  static int64_t size(int64_t columns, int64_t value_columns) {
+    return kRowQuantum + value_columns + columns + columns * value_columns;
+  }
+};
+
+// The gradients of these sums, of those with scale over scale; those of the heavy keys, their values and weights.
+template <class T>
+struct Gradients {
+  T *weight, *value, *key, *key_value, *heavy_key, *heavy_value, *heavy_weight;
+
+  Gradients(T* data, int64_t columns, int64_t value_columns) {
+    const KeySums<T> sums(data, columns, value_columns);
+    weight = sums.weight;
+    value = sums.value;
+    key = sums.key;
+    key_value = sums.key_value;
+    heavy_key = data + KeySums<T>::size(columns, value_columns);
+    heavy_value = heavy_key + kTileKeys * columns;
+    heavy_weight = heavy_value + kTileKeys * value_columns;
+  }
+  static int64_t size(int64_t columns, int64_t value_columns) {
+    return KeySums<T>::size(columns, value_columns) + kTileKeys * (columns + value_columns + 1);
+  }
+};
+
+// Sums up what add(rows, sums) adds to sums of `size` numbers, for parts of `count` rows in parallel.
+template <class T, class F>
+void sum_parts(int64_t count, int64_t tile, int64_t size, T* sums, const F& add) {
+  const int64_t tiles = (count + tile - 1) / tile, parts = std::min(tiles, kParts);
+  Buffer<T> partial(parts * size);
+  partial.zero();
+  torch::stable::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      const Range rows{part * tiles / parts * tile, std::min(count, (part + 1) * tiles / parts * tile)};
+      add(rows, partial.data() + part * size);
+    }
+  });
+  std::fill_n(sums, size, T{0});
+  for (int64_t part = 0; part < parts; ++part)
+    for (int64_t i = 0; i < size; ++i) sums[i] += partial[part * size + i];
+}
+
+template <class T>
+void transpose_matrix(const T* from, int64_t rows, int64_t columns, T* to) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; ++c) to[c * rows + r] = from[r * columns + c];
+}
+
+// One head's keys: the weights of the light ones, 0 for the heavy, their sums, and the heavy ones themselves.
+template <class T>
+struct Keys {
+  const Tensor &key, &value;
+  const int64_t batch, head, count, columns, value_columns, num_heavy;
+  const int64_t* heavy;
+  const T scale;
+  Buffer<T> light, sums_data, heavy_key, heavy_tile, heavy_value, heavy_weight;
+  KeySums<T> sums;
+
+  template <class In>
+  Keys(In, const Tensor& key, const Tensor& value, const Tensor& key_weight, const Tensor& all_heavy,
+       int64_t batch_head, T scale)
+      : key(key),
+        value(value),
+        batch(batch_head / key.size(1)),
+        head(batch_head % key.size(1)),
+        count(key.size(2)),
+        columns(padded(key.size(3))),
+        value_columns(padded(value.size(3))),
+        num_heavy(all_heavy.size(2)),
+        heavy(static_cast<const int64_t*>(all_heavy.const_data_ptr()) + batch_head * num_heavy),
+        scale(scale),
+        light(count),
+        sums_data(KeySums<T>::size(columns, value_columns)),
+        heavy_key(kTileKeys * columns),
+        heavy_tile(kTileKeys * columns),
+        heavy_value(kTileKeys * value_columns),
+        heavy_weight(kTileKeys),
+        sums(sums_data.data(), columns, value_columns) {
+    std::copy_n(static_cast<const T*>(key_weight.const_data_ptr()) + batch_head * count, count, light.data());
+    heavy_weight.zero();
+    for (int64_t k = 0; k < num_heavy; ++k) {
+      heavy_weight[k] = light[heavy[k]];
+      light[heavy[k]] = 0;
+    }
+    vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+      using V = Vector<T, bytes()>;
+      for (int64_t k = 0; k < num_heavy; ++k)
+        load_tile<V, In>({heavy[k], heavy[k] + 1}, heavy_key.data() + k * columns,
+                         heavy_value.data() + k * value_columns);
+      transpose_tiles(heavy_key.data(), num_heavy, columns, heavy_tile.data());
+    });
+    sum_parts(count, kTileKeys, KeySums<T>::size(columns, value_columns), sums_data.data(),
+              [&](Range rows, T* to) {
+                vectorized([&](auto bytes) YOSO_INLINE_LAMBDA { add<Vector<T, bytes()>, In>(rows, to); });
+              });
+    for (int64_t i = sums.key - sums_data.data(); i < KeySums<T>::size(columns, value_columns); ++i)
+      sums_data[i] *= scale;
+  }
+
+  template <class V, class In>
+  YOSO_INLINE void load_tile(Range rows, T* keys, T* values) const {
+    load_rows<V>(rows_of<In>(key), batch, head, rows.begin, rows.end, key.size(3), keys, columns);
+    load_rows<V>(rows_of<In>(value), batch, head, rows.begin, rows.end, value.size(3), values, value_columns);
+  }
+
+  template <class V, class In>
+  YOSO_INLINE void add(Range rows, T* data) const {
+    const KeySums<T> to(data, columns, value_columns);
+    Buffer<T> keys(kTileKeys * columns), values(kTileKeys * value_columns);
+    const AllRows<const T> key_rows{keys.data(), columns}, value_rows{values.data(), value_columns};
+    for (int64_t first = rows.begin; first < rows.end; first += kTileKeys) {
+      const int64_t num = std::min(kTileKeys, rows.end - first);
+      load_tile<V, In>({first, first + num}, keys.data(), values.data());
+      const AllRows<const T> weights{light.data() + first, 1};
+      multiply<V>(1, columns, num, weights, 1, key_rows, AllRows<T>{to.key, 1});
+      multiply<V>(1, value_columns, num, weights, 1, value_rows, AllRows<T>{to.value, 1});
+      T weight = 0;
+      for (int64_t k = 0; k < num; ++k) {
+        const T w = light[first + k];
+        T* row = values.data() + k * value_columns;
+        weight += w;
+        for (int64_t c = 0; c < value_columns; c += kLanes<V>) store<V>(row + c, load<V>(row + c) * w);
+      }
+      *to.weight += weight;
+      multiply<V>(columns, value_columns, num, AllRows<const T>{keys.data(), 1}, columns, value_rows,
+                  AllRows<T>{to.key_value, value_columns});
+    }
+  }
+
+  // of a tile of queries and the heavy keys: their logarithms of base 2, and the powers
+  template <class V>
+  YOSO_INLINE void heavy_powers(const T* queries, int64_t num, T* logarithms, T* powers) const {
+    std::memset(logarithms, 0, kTileSize * sizeof(T));
+    multiply<V>(num, kTileKeys, columns, AllRows<const T>{queries, columns}, 1,
+                AllRows<const T>{heavy_tile.data(), kTileKeys}, AllRows<T>{logarithms, kTileKeys});
+    const T factor = scale * static_cast<T>(M_LOG2E), most = static_cast<T>(kMaxPower);
+    for (int64_t i = 0; i < num * kTileKeys; ++i) {
+      logarithms[i] *= factor;
+      powers[i] = power_of_two(logarithms[i] < most ? logarithms[i] : most);
+    }
+  }
+};
+
+template <class V, class In, class T = Element<V>>
+YOSO_INLINE void attend(const Keys<T>& keys, const Tensor& query, Range rows, const Tensor& out, T* total) {
+  const int64_t columns = keys.columns, value_columns = keys.value_columns;
+  Buffer<T> queries(kTileQueries * columns), sums(kTileQueries * value_columns);
+  alignas(64) T logarithms[kTileSize], weights[kTileSize];
+  for (int64_t row = rows.begin; row < rows.end; row += kTileQueries) {
+    const int64_t num = std::min(kTileQueries, rows.end - row);
+    load_rows<V>(rows_of<In>(query), keys.batch, keys.head, row, row + num, query.size(3), queries.data(), columns);
+    for (int64_t q = 0; q < num; ++q) {
+      V sum = {};
+      for (int64_t c = 0; c < columns; c += kLanes<V>)
+        sum += load<V>(queries.data() + q * columns + c) * load<V>(keys.sums.key + c);
+      total[row + q] = *keys.sums.weight + sum_of_lanes(sum);
+      std::copy_n(keys.sums.value, value_columns, sums.data() + q * value_columns);
+    }
+    multiply<V>(num, value_columns, columns, AllRows<const T>{queries.data(), columns}, 1,
+                AllRows<const T>{keys.sums.key_value, value_columns}, AllRows<T>{sums.data(), value_columns});
+    if (keys.num_heavy > 0) {
+      keys.template heavy_powers<V>(queries.data(), num, logarithms, weights);
+      for (int64_t q = 0; q < num; ++q) {
+        V sum = {};
+        for (int64_t k = 0; k < kTileKeys; k += kLanes<V>) {
+          T* to = weights + q * kTileKeys + k;
+          const V weight = load<V>(to) * load<V>(keys.heavy_weight.data() + k);
+          store<V>(to, weight);
+          sum += weight;
+        }
+        total[row + q] += sum_of_lanes(sum);
+      }
+      multiply<V>(num, value_columns, keys.num_heavy, AllRows<const T>{weights, kTileKeys}, 1,
+                  AllRows<const T>{keys.heavy_value.data(), value_columns}, AllRows<T>{sums.data(), value_columns});
+    }
+    store_rows<V>(sums.data(), value_columns, T{1}, mutable_rows_of<T>(out), keys.batch, keys.head, row, row + num,
+                  out.size(3));
+  }
+}
+
+template <class In>
+void forward(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_weight,
+             const Tensor& heavy, double scale, const Tensor& out, const Tensor& total) {
+  using T = Accumulator<In>;
+  const int64_t N = query.size(2);
+  T* totals = static_cast<T*>(total.mutable_data_ptr());
+  for_heads(query.size(0) * query.size(1), [&](int64_t begin, int64_t end, bool) {
+    for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
+      const Keys<T> keys(In{}, key, value, key_weight, heavy, batch_head, static_cast<T>(scale));
+      for_tiles(N, kTileQueries, [&](Range rows) {
+        vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+          attend<Vector<T, bytes()>, In>(keys, query, rows, out, totals + batch_head * N);
+        });
+      });
+    }
+  });
+}
+
+// What the backward keeps of a head beside its keys.
+template <class T>
+struct Transposes {
+  // of the sums key_value; of the heavy values
+  Buffer<T> value_key, heavy_value_tile;
+
+  explicit Transposes(const Keys<T>& keys)
+      : value_key(keys.columns * keys.value_columns), heavy_value_tile(kTileKeys * keys.value_columns) {
+    transpose_matrix(keys.sums.key_value, keys.columns, keys.value_columns, value_key.data());
+    transpose_tiles(keys.heavy_value.data(), keys.num_heavy, keys.value_columns, heavy_value_tile.data());
+  }
+};
+
+// Stores the gradient of some queries, and adds to those of what they met.
+template <class V, class In, class T = Element<V>>
+YOSO_INLINE void query_gradients(const Keys<T>& keys, const Transposes<T>& transposes, const Tensor& query,
+                                 const Tensor& grad, const T* grad_total, Range rows, const Tensor& grad_query,
+                                 const Gradients<T>& to) {
+  const int64_t columns = keys.columns, value_columns = keys.value_columns;
+  const T most = static_cast<T>(kMaxPower);
+  Buffer<T> queries(kTileQueries * columns), grads(kTileQueries * value_columns), results(kTileQueries * columns);
+  const AllRows<const T> query_rows{queries.data(), columns}, grad_rows{grads.data(), value_columns};
+  const AllRows<T> result_rows{results.data(), columns};
+  alignas(64) T logarithms[kTileSize], weights[kTileSize], products[kTileSize];
+  T ones[kTileQueries];
+  std::fill_n(ones, kTileQueries, T{1});
+  for (int64_t row = rows.begin; row < rows.end; row += kTileQueries) {
+    const int64_t num = std::min(kTileQueries, rows.end - row);
+    load_rows<V>(rows_of<In>(query), keys.batch, keys.head, row, row + num, query.size(3), queries.data(), columns);
+    load_rows<V>(rows_of<T>(grad), keys.batch, keys.head, row, row + num, grad.size(3), grads.data(), value_columns);
+    T tile_total = 0;
+    for (int64_t q = 0; q < num; ++q) {
+      const T total = grad_total[row + q];
+      tile_total += total;
+      for (int64_t c = 0; c < columns; c += kLanes<V>) store<V>(result_rows[q] + c, load<V>(keys.sums.key + c) * total);
+    }
+    *to.weight += tile_total;
+    multiply<V>(1, value_columns, num, AllRows<const T>{ones, 1}, 1, grad_rows, AllRows<T>{to.value, 1});
+    multiply<V>(1, columns, num, AllRows<const T>{grad_total + row, 1}, 1, query_rows, AllRows<T>{to.key, 1});
+    multiply<V>(columns, value_columns, num, AllRows<const T>{queries.data(), 1}, columns, grad_rows,
+                AllRows<T>{to.key_value, value_columns});
+    multiply<V>(num, columns, value_columns, grad_rows, 1, AllRows<const T>{transposes.value_key.data(), columns},
+                result_rows);
+    if (keys.num_heavy > 0) {
+      keys.template heavy_powers<V>(queries.data(), num, logarithms, weights);
+      std::memset(products, 0, sizeof(products));
+      multiply<V>(num, kTileKeys, value_columns, grad_rows, 1,
+                  AllRows<const T>{transposes.heavy_value_tile.data(), kTileKeys}, AllRows<T>{products, kTileKeys});
+      for (int64_t q = 0; q < num; ++q)
+        for (int64_t k = 0; k < kTileKeys; ++k) {
+          const int64_t i = q * kTileKeys + k;
+          const T product = weights[i] * (products[i] + grad_total[row + q]), w = keys.heavy_weight[k];
+          products[i] = logarithms[i] < most ? keys.scale * product * w : 0;
+          weights[i] *= w;
+          logarithms[i] = product;
+        }
+      multiply<V>(1, kTileKeys, num, AllRows<const T>{ones, 1}, 1, AllRows<const T>{logarithms, kTileKeys},
+                  AllRows<T>{to.heavy_weight, 1});
+      multiply<V>(num, columns, keys.num_heavy, AllRows<const T>{products, kTileKeys}, 1,
+                  AllRows<const T>{keys.heavy_key.data(), columns}, result_rows);
+      multiply<V>(keys.num_heavy, columns, num, AllRows<const T>{products, 1}, kTileKeys, query_rows,
+                  AllRows<T>{to.heavy_key, columns});
+      multiply<V>(keys.num_heavy, value_columns, num, AllRows<const T>{weights, 1}, kTileKeys, grad_rows,
+                  AllRows<T>{to.heavy_value, value_columns});
+    }
+    store_rows<V>(results.data(), columns, T{1}, mutable_rows_of<In>(grad_query), keys.batch, keys.head, row,
+                  row + num, grad_query.size(3));
+  }
+}
+
+template <class V, class In, class T = Element<V>>
+YOSO_INLINE void store_key_rows(const Keys<T>& keys, const T* key_rows, const T* value_rows, Range rows,
+                                const Tensor& grad_key, const Tensor& grad_value) {
+  store_rows<V>(key_rows, keys.columns, T{1}, mutable_rows_of<In>(grad_key), keys.batch, keys.head, rows.begin,
+                rows.end, grad_key.size(3));
+  store_rows<V>(value_rows, keys.value_columns, T{1}, mutable_rows_of<In>(grad_value), keys.batch, keys.head,
+                rows.begin, rows.end, grad_value.size(3));
+}
+
+// Stores the gradients of some light keys; value_key is the transpose of from.key_value.
+template <class V, class In, class T = Element<V>>
+YOSO_INLINE void key_gradients(const Keys<T>& keys, const Gradients<T>& from, const T* value_key, Range rows,
+                               const Tensor& grad_key, const Tensor& grad_value, T* grad_weight) {
+  const int64_t columns = keys.columns, value_columns = keys.value_columns;
+  Buffer<T> key_data(kTileKeys * columns), value_data(kTileKeys * value_columns);
+  Buffer<T> key_results(kTileKeys * columns), value_results(kTileKeys * value_columns);
+  const AllRows<T> key_rows{key_data.data(), columns}, value_rows{value_data.data(), value_columns};
+  const AllRows<T> to_keys{key_results.data(), columns}, to_values{value_results.data(), value_columns};
+  for (int64_t first = rows.begin; first < rows.end; first += kTileKeys) {
+    const int64_t num = std::min(kTileKeys, rows.end - first);
+    keys.template load_tile<V, In>({first, first + num}, key_data.data(), value_data.data());
+    for (int64_t k = 0; k < num; ++k) {
+      std::copy_n(from.key, columns, to_keys[k]);
+      std::copy_n(from.value, value_columns, to_values[k]);
+    }
+    multiply<V>(num, columns, value_columns, value_rows, 1, AllRows<const T>{value_key, columns}, to_keys);
+    multiply<V>(num, value_columns, columns, key_rows, 1, AllRows<const T>{from.key_value, value_columns}, to_values);
+    for (int64_t k = 0; k < num; ++k) {
+      const T w = keys.light[first + k];
+      V sum = {};
+      for (int64_t c = 0; c < columns; c += kLanes<V>) {
+        const V x = load<V>(to_keys[k] + c);
+        sum += load<V>(key_rows[k] + c) * x;
+        store<V>(to_keys[k] + c, w * x);
+      }
+      for (int64_t c = 0; c < value_columns; c += kLanes<V>) {
+        sum += load<V>(value_rows[k] + c) * load<V>(from.value + c);
+        store<V>(to_values[k] + c, w * load<V>(to_values[k] + c));
+      }
+      grad_weight[first + k] = *from.weight + sum_of_lanes(sum);
+    }
+    store_key_rows<V, In>(keys, to_keys.data, to_values.data, {first, first + num}, grad_key, grad_value);
+  }
+}
+
+template <class In>
+void backward(const Tensor& grad, const Tensor& grad_total, const Tensor& query, const Tensor& key,
+              const Tensor& value, const Tensor& key_weight, const Tensor& heavy, double scale,
+              const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value, const Tensor& grad_weight) {
+  using T = Accumulator<In>;
+  const int64_t N = query.size(2), M = key.size(2);
+  const int64_t columns = padded(query.size(3)), value_columns = padded(value.size(3));
+  const T* grad_totals = static_cast<const T*>(grad_total.const_data_ptr());
+  for_heads(query.size(0) * query.size(1), [&](int64_t begin, int64_t end, bool) {
+    Buffer<T> data(Gradients<T>::size(columns, value_columns)), value_key(columns * value_columns);
+    const Gradients<T> gradients(data.data(), columns, value_columns);
+    for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
+      const Keys<T> keys(In{}, key, value, key_weight, heavy, batch_head, static_cast<T>(scale));
+      const Transposes<T> transposes(keys);
+      sum_parts(N, kTileQueries, Gradients<T>::size(columns, value_columns), data.data(), [&](Range rows, T* sums) {
+        const Gradients<T> to(sums, columns, value_columns);
+        vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+          query_gradients<Vector<T, bytes()>, In>(keys, transposes, query, grad, grad_totals + batch_head * N, rows,
+                                                  grad_query, to);
+        });
+      });
+      for (int64_t c = 0; c < columns; ++c) gradients.key[c] *= keys.scale;
+      for (int64_t i = 0; i < columns * value_columns; ++i) gradients.key_value[i] *= keys.scale;
+      transpose_matrix(gradients.key_value, columns, value_columns, value_key.data());
+      T* grad_weights = static_cast<T*>(grad_weight.mutable_data_ptr()) + batch_head * M;
+      for_tiles(M, kTileKeys, [&](Range rows) {
+        vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+          key_gradients<Vector<T, bytes()>, In>(keys, gradients, value_key.data(), rows, grad_key, grad_value,
+                                                grad_weights);
+        });
+      });
+      vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+        for (int64_t k = 0; k < keys.num_heavy; ++k) {
+          const int64_t row = keys.heavy[k];
+          grad_weights[row] = gradients.heavy_weight[k];
+          store_key_rows<Vector<T, bytes()>, In>(keys, gradients.heavy_key + k * columns,
+                                                 gradients.heavy_value + k * value_columns, {row, row + 1}, grad_key,
+                                                 grad_value);
+        }
+      });
+    }
+  });
+}
+
+// On a CPU a wrong place can be told from the data.
+void check_places(const Tensor& heavy, int64_t num_keys) {
+  const int64_t* places = static_cast<const int64_t*>(heavy.const_data_ptr());
+  for (int64_t i = 0; i < heavy.numel(); ++i)
+    STD_TORCH_CHECK(places[i] >= 0 && places[i] < num_keys, "heavy must be in 0..", num_keys - 1, ", got ", places[i]);
+}
+
+std::tuple<Tensor, Tensor> first_order_attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                     const Tensor& key_weight, const Tensor& heavy, double scale) {
+  check_first_order(query, key, value, key_weight, heavy, scale);
+  check_places(heavy, key.size(2));
+  const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
+  Tensor out = on_huge_pages(empty_heads_last(key_weight, B, H, N, value.size(3)));
+  Tensor total = empty_inverse_length(query, true);
+  if (B * H * N == 0) return {out, total};
+  const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
+  dispatch_floating(query, [&](auto element) {
+    forward<decltype(element)>(rows[0], rows[1], rows[2], key_weight, heavy, scale, out, total);
+  });
+  return {out, total};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> first_order_attention_backward_cpu(
+    const Tensor& grad, const Tensor& grad_total, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& key_weight, const Tensor& heavy, double scale) {
+  check_first_order_backward(grad, grad_total, query, key, value, key_weight, heavy, scale);
+  check_places(heavy, key.size(2));
+  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
+  Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
+  Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));
+  Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
+  Tensor grad_weight = empty_inverse_length(key, true);
+  if (B * H * (N + M) == 0) return {grad_query, grad_key, grad_value, grad_weight};
+  const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
+  dispatch_floating(query, [&](auto element) {
+    backward<decltype(element)>(rows[0], grad_total, rows[1], rows[2], rows[3], key_weight, heavy, scale, grad_query,
+                                grad_key, grad_value, grad_weight);
+  });
+  return {grad_query, grad_key, grad_value, grad_weight};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(yoso_hf, CPU, m) {
+  m.impl("first_order_attention", TORCH_BOX(&first_order_attention_cpu));
+  m.impl("first_order_attention_backward", TORCH_BOX(&first_order_attention_backward_cpu));
+}
+
+}  // namespace yoso
