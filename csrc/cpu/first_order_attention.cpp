@@ -60,12 +60,6 @@ void sum_parts(int64_t count, int64_t tile, int64_t size, T* sums, const F& add)
     for (int64_t i = 0; i < size; ++i) sums[i] += partial[part * size + i];
 }
 
-template <class T>
-void transpose_matrix(const T* from, int64_t rows, int64_t columns, T* to) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < columns; ++c) to[c * rows + r] = from[r * columns + c];
-}
-
 // One head's keys: the weights of the light ones, 0 for the heavy, their sums, and the heavy ones themselves.
 template <class T>
 struct Keys {
@@ -107,7 +101,7 @@ struct Keys {
       for (int64_t k = 0; k < num_heavy; ++k)
         load_tile<V, In>({heavy[k], heavy[k] + 1}, heavy_key.data() + k * columns,
                          heavy_value.data() + k * value_columns);
-      transpose_tiles(heavy_key.data(), num_heavy, columns, heavy_tile.data());
+      transpose_tiles<V>(heavy_key.data(), num_heavy, columns, heavy_tile.data());
     });
     sum_parts(count, kTileKeys, KeySums<T>::size(columns, value_columns), sums_data.data(),
               [&](Range rows, T* to) {
@@ -224,8 +218,12 @@ struct Transposes {
 
   explicit Transposes(const Keys<T>& keys)
       : value_key(keys.columns * keys.value_columns), heavy_value_tile(kTileKeys * keys.value_columns) {
-    transpose_matrix(keys.sums.key_value, keys.columns, keys.value_columns, value_key.data());
-    transpose_tiles(keys.heavy_value.data(), keys.num_heavy, keys.value_columns, heavy_value_tile.data());
+    vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+      using V = Vector<T, bytes()>;
+      transpose_rows<V>(AllRows<const T>{keys.sums.key_value, keys.value_columns}, keys.columns, keys.value_columns,
+                        value_key.data(), keys.columns);
+      transpose_tiles<V>(keys.heavy_value.data(), keys.num_heavy, keys.value_columns, heavy_value_tile.data());
+    });
   }
 };
 
@@ -354,7 +352,10 @@ void backward(const Tensor& grad, const Tensor& grad_total, const Tensor& query,
       });
       for (int64_t c = 0; c < columns; ++c) gradients.key[c] *= keys.scale;
       for (int64_t i = 0; i < columns * value_columns; ++i) gradients.key_value[i] *= keys.scale;
-      transpose_matrix(gradients.key_value, columns, value_columns, value_key.data());
+      vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+        transpose_rows<Vector<T, bytes()>>(AllRows<const T>{gradients.key_value, value_columns}, columns, value_columns,
+                                           value_key.data(), columns);
+      });
       T* grad_weights = static_cast<T*>(grad_weight.mutable_data_ptr()) + batch_head * M;
       for_tiles(M, kTileKeys, [&](Range rows) {
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {

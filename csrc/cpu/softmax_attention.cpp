@@ -157,7 +157,7 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value,
           load_real_rows<V, In>(key, batch, head, real, keys.data(), columns);
           load_real_rows<V, In>(value, batch, head, real, values.data(), value_columns);
           tiles = fill_bias(real, M, bias.data());
-          transpose_tiles(keys.data(), M, columns, key_tiles.data());
+          transpose_tiles<V>(keys.data(), M, columns, key_tiles.data());
         }
         sums.zero();
         totals.zero();
@@ -222,8 +222,8 @@ void backward(const Tensor& grad, const Tensor& out, const Tensor& logarithm, co
           // without a key, all weights are zero whatever they are divided by
           head_logarithms[row] = std::isinf(logarithm) ? 0 : logarithm * static_cast<T>(M_LOG2E);
         }
-        transpose_tiles(rows.key.data(), M, columns, rows.key_tiles.data());
-        transpose_tiles(rows.value.data(), M, value_columns, rows.value_tiles.data());
+        transpose_tiles<V>(rows.key.data(), M, columns, rows.key_tiles.data());
+        transpose_tiles<V>(rows.value.data(), M, value_columns, rows.value_tiles.data());
       });
       add_gradients(rows, shared, add_tiles);
       vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {

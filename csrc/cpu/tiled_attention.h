@@ -89,13 +89,14 @@ struct Range {
   int64_t begin, end;
 };
 
-// Transposes each tile of kTileKeys rows: to[tile][column][row]; rows past the end are 0.
-template <class T>
+// Transposes each tile of kTileKeys rows: to[tile][column][row]; rows past the end are copies of the last.
+template <class V, class T = Element<V>>
 YOSO_INLINE void transpose_tiles(const T* from, int64_t count, int64_t columns, T* to) {
-  for (int64_t first = 0; first < count; first += kTileKeys, to += columns * kTileKeys)
-    for (int64_t r = 0; r < kTileKeys; ++r)
-      for (int64_t c = 0; c < columns; ++c)
-        to[c * kTileKeys + r] = first + r < count ? from[(first + r) * columns + c] : 0;
+  for (int64_t first = 0; first < count; first += kTileKeys, to += columns * kTileKeys) {
+    int32_t rows[kTileKeys];
+    for (int64_t r = 0; r < kTileKeys; ++r) rows[r] = static_cast<int32_t>(std::min(r, count - 1 - first));
+    transpose_rows<V>(PickedRows<const T>{from + first * columns, columns, rows}, kTileKeys, columns, to, kTileKeys);
+  }
 }
 
 int64_t whole_tiles(int64_t keys) { return (keys + kTileKeys - 1) / kTileKeys * kTileKeys; }
@@ -156,7 +157,7 @@ void attention_forward(const Pairs& all_pairs, const Tensor& query, const Tensor
           pairs.zero_masked(keys.data(), columns, M);
           pairs.zero_masked(values.data(), value_columns, M);
           normalize_rows<V>(keys.data(), columns, M, columns, lengths.data());
-          transpose_tiles(keys.data(), M, columns, key_tiles.data());
+          transpose_tiles<V>(keys.data(), M, columns, key_tiles.data());
         }
         sums.zero();
         attention_rows<V>(pairs, first, queries.data(), last - first, key_tiles.data(), values.data(), M, columns,
@@ -302,8 +303,8 @@ void attention_backward(const Pairs& all_pairs, const Tensor& grad, const Tensor
         pairs.zero_masked(rows.value.data(), value_columns, M);
         normalize_rows<V>(rows.query.data(), columns, N, columns, rows.query_inverse.data());
         normalize_rows<V>(rows.key.data(), columns, M, columns, rows.key_inverse.data());
-        transpose_tiles(rows.key.data(), M, columns, rows.key_tiles.data());
-        transpose_tiles(rows.value.data(), M, value_columns, rows.value_tiles.data());
+        transpose_tiles<V>(rows.key.data(), M, columns, rows.key_tiles.data());
+        transpose_tiles<V>(rows.value.data(), M, value_columns, rows.value_tiles.data());
       });
       add_gradients(rows, shared, add_tiles);
       vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
