@@ -34,6 +34,8 @@ bench: .venv/.ready
 	$(BIN)/python benchmarks/bench_hash.py --device $(DEVICE)
 	$(BIN)/python benchmarks/bench_sampled_attention.py --device $(DEVICE)
 	$(BIN)/python benchmarks/bench_expectation_attention.py --device $(DEVICE)
+	$(BIN)/python benchmarks/bench_expectation_attention.py --device $(DEVICE) --lengths 16 32 64 128 --batch 64 \
+		--output benchmarks/results/expectation_attention-short-$(DEVICE).json
 	$(BIN)/python benchmarks/bench_attention.py --device $(DEVICE)
 	$(BIN)/python benchmarks/bench_models.py --device $(DEVICE)
 	$(BIN)/python benchmarks/plot_lengths.py benchmarks/results/attention-$(DEVICE).json \

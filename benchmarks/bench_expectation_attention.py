@@ -1,8 +1,8 @@
 """Time of the exact operators beside torch's softmax attention and transformers' Yoso.
 
-    python benchmarks/bench_expectation_attention.py --lengths 128 512 2048 4096
+    python benchmarks/bench_expectation_attention.py --lengths 16 32 64 128 --batch 64 --output short.json
 
-[1, 12, N, 64], float32, tau = 9, outputs not normalised but for those of softmax, which the operator
+[batch, 12, N, 64], float32, tau = 9, outputs not normalised but for those of softmax, which the operator
 softmax_attention computes as well.
 """
 
@@ -37,12 +37,13 @@ class Cumulation(TransformersYoso):
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096])
+    parser.add_argument("--batch", type=int, default=1)
     args = parse_arguments(parser)
     rows = []
     for length in args.lengths:
         for task in ("forward", "forward and backward"):
             kinds = (ExpectationAttention, SoftmaxAttention, Softmax, Cumulation)
-            cases = [kind(args.device, task, length) for kind in kinds]
+            cases = [kind(args.device, task, length, batch=args.batch) for kind in kinds]
             rows += measure(cases, args.repeats, args.seconds)
     write_results(args, rows)
 

@@ -30,7 +30,8 @@ SIMILARITIES = ("cosine", "softmax")
 BACKWARDS = ("sampled", "expectation", "exact")
 EXPECTATIONS = (True, False, "auto")
 
-# Of similarity="softmax", the keys of the largest weight, which are not sampled: a few have much of it.
+# Of similarity="softmax", the keys of the largest weight, which are not sampled: a few have much of it. As many as the
+# kernel of first_order_attention takes.
 NUM_HEAVY_KEYS = 64
 # The bits of its samples' codes up to 4096 keys. Fewer would be less noisy where there are fewer keys, but would make
 # samples depend on how far a text is padded there, and take a compiled graph for each number of bits.
