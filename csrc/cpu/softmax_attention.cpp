@@ -44,15 +44,30 @@ struct SoftmaxPairs {
     return keys.begin < real.end && keys.end > real.begin ? queries : Range{0, 0};
   }
 
+  // calls f with how many columns of a tile there are to compute: all, known to the compiler, or fewer
+  template <class F>
+  YOSO_INLINE void with_width(Range keys, const F& f) const {
+    const int64_t width = padded(keys.end - keys.begin);
+    if (width == kTileKeys)
+      f(std::integral_constant<int64_t, kTileKeys>{});
+    else
+      f(width);
+  }
+
   template <class V>
   YOSO_INLINE void weigh(Range queries, Range keys, const T* products, T*, T* weights) const {
+    with_width(keys, [&](auto width) YOSO_INLINE_LAMBDA { weigh_columns<V>(width, queries, keys, products, weights); });
+  }
+
+  template <class V, class Width>
+  YOSO_INLINE void weigh_columns(Width width, Range queries, Range keys, const T* products, T* weights) const {
     const int64_t nq = queries.end - queries.begin;
     for (int64_t q = 0; q < nq; ++q) {
       const T* from = products + q * kTileKeys;
       T* to = weights + q * kTileKeys;
       V most = load<V>(from) * factor + load<V>(bias + keys.begin);
       store<V>(to, most);
-      for (int64_t k = kLanes<V>; k < kTileKeys; k += kLanes<V>) {
+      for (int64_t k = kLanes<V>; k < width; k += kLanes<V>) {
         const V x = load<V>(from + k) * factor + load<V>(bias + keys.begin + k);
         store<V>(to + k, x);
         most = x > most ? x : most;
@@ -60,13 +75,14 @@ struct SoftmaxPairs {
       const int64_t row = queries.begin + q;
       const T tile_largest = largest_lane(most);
       if (tile_largest > largest[row]) raise<V>(row, tile_largest);
-      for (int64_t k = 0; k < kTileKeys; k += kLanes<V>) store<V>(to + k, load<V>(to + k) - largest[row]);
+      for (int64_t k = 0; k < width; k += kLanes<V>) store<V>(to + k, load<V>(to + k) - largest[row]);
     }
-    for (int64_t i = 0; i < nq * kTileKeys; ++i) weights[i] = power_of_two(weights[i]);
+    for (int64_t q = 0; q < nq; ++q)
+      for (int64_t k = 0; k < width; ++k) weights[q * kTileKeys + k] = power_of_two(weights[q * kTileKeys + k]);
     T* total = totals + queries.begin * kRowQuantum;
     for (int64_t q = 0; q < nq; ++q, weights += kTileKeys, total += kRowQuantum) {
       V sum = load<V>(total);
-      for (int64_t k = 0; k < kTileKeys; k += kLanes<V>) sum += load<V>(weights + k);
+      for (int64_t k = 0; k < width; k += kLanes<V>) sum += load<V>(weights + k);
       store<V>(total, sum);
     }
   }
@@ -83,12 +99,12 @@ struct SoftmaxPairs {
 
   template <class V>
   YOSO_INLINE void weigh(Range queries, Range keys, const T* products, T*, T* weights, T* slope) const {
-    const int64_t nq = queries.end - queries.begin;
-    for (int64_t q = 0; q < nq; ++q)
-      for (int64_t k = 0; k < kTileKeys; ++k)
-        weights[q * kTileKeys + k] =
-            products[q * kTileKeys + k] * factor + (bias[keys.begin + k] - logarithm[queries.begin + q]);
-    for (int64_t i = 0; i < nq * kTileKeys; ++i) slope[i] = weights[i] = power_of_two(weights[i]);
+    with_width(keys, [&](auto width) YOSO_INLINE_LAMBDA {
+      for (int64_t q = 0; q < queries.end - queries.begin; ++q)
+        for (int64_t k = 0, i = q * kTileKeys; k < width; ++k, ++i)
+          slope[i] = weights[i] =
+              power_of_two(products[i] * factor + (bias[keys.begin + k] - logarithm[queries.begin + q]));
+    });
   }
 
   template <class V>

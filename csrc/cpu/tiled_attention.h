@@ -113,7 +113,8 @@ YOSO_INLINE void attention_rows(Pairs& pairs, int64_t first, const T* query, int
     for (int64_t k = keys.begin; k < keys.end; k += kTileKeys) {
       const int64_t nk = std::min(kTileKeys, keys.end - k);
       std::memset(cosine, 0, sizeof(cosine));
-      multiply<V>(nq, kTileKeys, columns, AllRows<const T>{query + q * columns, columns}, 1,
+      // not those of a last tile that have no key: short sequences have no other
+      multiply<V>(nq, padded(nk), columns, AllRows<const T>{query + q * columns, columns}, 1,
                   AllRows<const T>{key_tiles + k * columns, kTileKeys}, AllRows<T>{cosine, kTileKeys});
       pairs.template weigh<V>({first + q, first + q + nq}, {k, k + nk}, cosine, base, weights);
       multiply<V>(nq, value_columns, nk, AllRows<T>{weights, kTileKeys}, 1,
@@ -210,9 +211,9 @@ YOSO_INLINE void attention_gradients(Pairs& pairs, Head<T>& head, Range queries,
       const AllRows<const T> query{head.query.data() + q * D, D}, grad{head.grad.data() + q * Dv, Dv};
       std::memset(cosine, 0, sizeof(cosine));
       std::memset(products, 0, sizeof(products));
-      multiply<V>(nq, kTileKeys, D, query, 1, AllRows<T>{head.key_tiles.data() + k * D, kTileKeys},
+      multiply<V>(nq, padded(nk), D, query, 1, AllRows<T>{head.key_tiles.data() + k * D, kTileKeys},
                   AllRows<T>{cosine, kTileKeys});
-      multiply<V>(nq, kTileKeys, Dv, grad, 1, AllRows<T>{head.value_tiles.data() + k * Dv, kTileKeys},
+      multiply<V>(nq, padded(nk), Dv, grad, 1, AllRows<T>{head.value_tiles.data() + k * Dv, kTileKeys},
                   AllRows<T>{products, kTileKeys});
       pairs.template weigh<V>({q, q + nq}, {k, k + nk}, cosine, base, weights, slope);
       pairs.template centre_products<V>({q, q + nq}, {k, k + nk}, weights, products);
