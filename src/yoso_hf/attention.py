@@ -41,10 +41,11 @@ FEWEST_BITS = 13
 # CPUs in float32. "cosine": that at which "yoso" and "yoso expectation" cross, m = 32, tau = 9, D = 64, between that
 # of the forward and that of forward with backward, by
 #     python benchmarks/bench_attention.py --groups lengths --lengths 256 320 384 512 --output crossing.json
-# "softmax": 53 m is where the two cross in the forward with D = 32, and 28 m with D = 64, by
+# "softmax": with D = 32 the two cross at 32 m in the forward (docs/results), with D = 64 at 28 m or below, by
 #     python benchmarks/bench_embeddings.py --settings softmax exact "sampled, m 64" \
 #         --lengths 1792 2304 2560 3584 --output crossing.json
-# with models and the files of its docstring; at 40 m both take less time than softmax with either.
+# with models and the files of its docstring. Up to 40 m the exact ones are taken for being exact: they take less time
+# than softmax with either.
 EXACT_TOKENS_PER_HASH = {"cosine": 11, "softmax": 40}
 # by count, not measured (docs/cuda.md): PyTorch's softmax, which is exact there, is faster on a GPU
 SOFTMAX_TOKENS_PER_HASH_ON_CUDA = 256
