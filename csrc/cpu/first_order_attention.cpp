@@ -7,11 +7,11 @@ namespace {
 
 // what logarithms of base 2 are cut at
 constexpr double kMaxPower = kMaxLogarithm * M_LOG2E;
-// what sums over rows are added up of, on any number of threads
+// sums over rows are those of so many parts, on any number of threads
 constexpr int64_t kParts = 32;
 
-// The sums of a head's light keys, with w a key's weight: w; w value; scale w key; scale w key value^T. One after the
-// other, each at a whole vector.
+// The sums over a head's light keys of w, of w value, of scale w key and of scale w key value^T, with w a key's weight,
+// one after the other in memory.
 template <class T>
 struct KeySums {
   T *weight, *value, *key, *key_value;
@@ -23,7 +23,7 @@ struct KeySums {
   }
 };
 
-// The gradients of these sums, of those with scale over scale; those of the heavy keys, their values and weights.
+// The gradients of these sums, where scale is multiplied last, and of the heavy keys, their values and weights.
 template <class T>
 struct Gradients {
   T *weight, *value, *key, *key_value, *heavy_key, *heavy_value, *heavy_weight;
@@ -60,7 +60,8 @@ void sum_parts(int64_t count, int64_t tile, int64_t size, T* sums, const F& add)
     for (int64_t i = 0; i < size; ++i) sums[i] += partial[part * size + i];
 }
 
-// One head's keys: the weights of the light ones, 0 for the heavy, their sums, and the heavy ones themselves.
+// What the queries of one head meet: the sums over the light keys, and the heavy ones. Weights are 0 in `light` for the
+// heavy, in `heavy_weight` where there are fewer than a tile.
 template <class T>
 struct Keys {
   const Tensor &key, &value;
@@ -155,6 +156,7 @@ struct Keys {
   }
 };
 
+// Stores the output of some queries, and their weights' sums.
 template <class V, class In, class T = Element<V>>
 YOSO_INLINE void attend(const Keys<T>& keys, const Tensor& query, Range rows, const Tensor& out, T* total) {
   const int64_t columns = keys.columns, value_columns = keys.value_columns;
