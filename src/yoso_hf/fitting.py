@@ -104,6 +104,12 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
+def _let_parts_change(configs: list[PreTrainedConfig]) -> None:
+    # set_attn_implementation of Transformers 5.17 leaves this mark on the parts of parts, and then passes them over
+    for config in configs:
+        vars(config).pop("_attn_was_changed", None)
+
+
 @torch.no_grad()
 def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> HashCodeLenFit:
     """Chooses for each head the hash_code_len whose attention comes closest to softmax's, on sample inputs.
@@ -137,6 +143,7 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
     sums = _Errors(names=before)
     ALL_ATTENTION_FUNCTIONS[NAME] = sums
     try:
+        _let_parts_change(configs)
         model.set_attn_implementation(NAME)
         model.eval()
         for batch in batches:
@@ -150,6 +157,7 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
         for config in configs:
             # the attribute without _internal is that of a configuration's parts as well
             config._attn_implementation_internal = before[id(config)]
+        _let_parts_change(configs)
         for module in training:
             module.training = True
         del ALL_ATTENTION_FUNCTIONS[NAME]
