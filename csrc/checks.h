@@ -28,7 +28,7 @@ inline void check_rows(const Tensor& x, const char* name, const Tensor& like, in
 
 // codes must be contiguous [B, H, m, rows] of the dtype that hash_code_len asks for
 inline void check_codes(const Tensor& codes, const char* name, int64_t hash_code_len) {
-  STD_TORCH_CHECK(codes.dim() == 4 && codes.is_contiguous() && codes.size(2) >= 1, name,
+  STD_TORCH_CHECK(codes.dim() == 4 && codes.is_contiguous(), name,
                   " must be contiguous with shape [B, H, num_hash, rows]");
   STD_TORCH_CHECK(codes.scalar_type() == code_dtype(hash_code_len), name, " must be ",
                   hash_code_len <= 15 ? "int16" : "int32", " for hash_code_len ", hash_code_len);
@@ -39,14 +39,24 @@ inline void check_all_codes(const Tensor& query_codes, const Tensor& key_codes, 
                             int64_t hash_code_len) {
   check_device(query_codes, "query_codes", value);
   check_device(key_codes, "key_codes", value);
-  check_hash_sizes(query_codes.size(2), hash_code_len);
   check_codes(query_codes, "query_codes", hash_code_len);
   check_codes(key_codes, "key_codes", hash_code_len);
+  check_hash_sizes(query_codes.size(2), hash_code_len);
   STD_TORCH_CHECK(value.dim() == 4 && key_codes.size(3) == value.size(2), "key_codes must have a code for every value");
   for (int64_t dim = 0; dim < 2; ++dim)
     STD_TORCH_CHECK(query_codes.size(dim) == value.size(dim) && key_codes.size(dim) == value.size(dim),
                     "codes and value must agree in batch and heads");
   STD_TORCH_CHECK(query_codes.size(2) == key_codes.size(2), "query_codes and key_codes must agree in num_hash");
+}
+
+// mask must be bool [batch, rows]
+inline void check_mask(const std::optional<Tensor>& mask, const char* name, const Tensor& like, int64_t batch,
+                       int64_t rows) {
+  if (!mask.has_value()) return;
+  check_device(*mask, name, like);
+  STD_TORCH_CHECK(mask->dim() == 2 && mask->size(0) == batch && mask->size(1) == rows &&
+                      mask->scalar_type() == ScalarType::Bool,
+                  name, " must be bool with shape [", batch, ", ", rows, "]");
 }
 
 // x [B, H, N, D] to hash, with HashFunctions' parameters and a mask [B, N]
@@ -68,12 +78,7 @@ inline void check_hash(const Tensor& x, const Tensor& parameters, const std::opt
     STD_TORCH_CHECK(size == D && parameters.size(1) == hash_code_len * num_hash,
                     "parameters must have shape [H, hash_code_len * num_hash, D]");
   }
-  if (mask.has_value()) {
-    check_device(*mask, "mask", x);
-    STD_TORCH_CHECK(mask->dim() == 2 && mask->size(0) == x.size(0) && mask->size(1) == x.size(2) &&
-                        mask->scalar_type() == ScalarType::Bool,
-                    "mask must be bool with shape [B, N]");
-  }
+  check_mask(mask, "mask", x, x.size(0), x.size(2));
 }
 
 // query, key and value of the attention operators that weigh pairs exactly
@@ -86,46 +91,12 @@ inline void check_exact(const Tensor& query, const Tensor& key, const Tensor& va
   STD_TORCH_CHECK(query.size(3) == key.size(3), "query and key must agree in head_dim");
 }
 
-inline void check_softmax(const Tensor& query, const Tensor& key, const Tensor& value,
-                          const std::optional<Tensor>& key_mask, double scale) {
-  check_exact(query, key, value, 32);
-  STD_TORCH_CHECK(scale > 0, "scale must be above 0, got ", scale);
-  if (key_mask.has_value()) {
-    check_device(*key_mask, "key_mask", query);
-    STD_TORCH_CHECK(key_mask->dim() == 2 && key_mask->size(0) == key.size(0) && key_mask->size(1) == key.size(2) &&
-                        key_mask->scalar_type() == ScalarType::Bool,
-                    "key_mask must be bool with shape [B, M]");
-  }
-}
-
-inline void check_grad(const Tensor& grad, const Tensor& query, const Tensor& value) {
-  check_rows(grad, "grad", query, query.size(2), query.scalar_type());
-  STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
-}
-
-inline void check_softmax_backward(const Tensor& grad, const Tensor& out, const Tensor& logarithm, const Tensor& query,
-                                   const Tensor& key, const Tensor& value, const std::optional<Tensor>& key_mask,
-                                   double scale) {
-  check_softmax(query, key, value, key_mask, scale);
-  check_grad(grad, query, value);
-  check_rows(out, "out", grad, grad.size(2), grad.scalar_type());
-  check_device(logarithm, "logarithm", query);
-  STD_TORCH_CHECK(out.size(3) == grad.size(3), "out and grad must agree in columns");
-  STD_TORCH_CHECK(logarithm.is_contiguous() && logarithm.numel() == query.size(0) * query.size(1) * query.size(2) &&
-                      logarithm.scalar_type() == length_dtype(query),
-                  "logarithm must be contiguous with shape [B, H, N], float64 for float64 rows, else float32");
-}
-
-inline void check_sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
-                                   const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len) {
+// The like where rows are hashed too; query_codes has a code for every query.
+inline void check_hashed(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& query_codes,
+                         const Tensor& key_codes, int64_t hash_code_len) {
+  check_exact(query, key, value, hash_code_len);
   check_all_codes(query_codes, key_codes, value, hash_code_len);
-  const ScalarType dtype = query.scalar_type();
-  check_rows(query, "query", value, query_codes.size(3), dtype);
-  check_rows(key, "key", value, value.size(2), dtype);
-  check_rows(grad, "grad", value, query_codes.size(3), dtype);
-  check_rows(value, "value", value, value.size(2), dtype);
-  STD_TORCH_CHECK(query.size(3) == key.size(3), "query and key must agree in head_dim");
-  STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
+  STD_TORCH_CHECK(query_codes.size(3) == query.size(2), "query_codes must have a code for every query");
 }
 
 // x must be contiguous [B, H, N] for rows [B, H, N, *]
@@ -137,15 +108,33 @@ inline void check_row_numbers(const Tensor& x, const char* name, const Tensor& r
                   "], float64 for float64 rows, else float32");
 }
 
+// x must have the shape of the output: that itself, its gradient or a part of it
+inline void check_output(const Tensor& x, const char* name, const Tensor& query, const Tensor& value,
+                         ScalarType dtype) {
+  check_rows(x, name, query, query.size(2), dtype);
+  STD_TORCH_CHECK(x.size(3) == value.size(3), name, " and value must agree in columns");
+}
+
+inline void check_softmax(const Tensor& query, const Tensor& key, const Tensor& value,
+                          const std::optional<Tensor>& key_mask, double scale) {
+  check_exact(query, key, value, 32);
+  STD_TORCH_CHECK(scale > 0, "scale must be above 0, got ", scale);
+  check_mask(key_mask, "key_mask", query, key.size(0), key.size(2));
+}
+
+inline void check_softmax_backward(const Tensor& grad, const Tensor& out, const Tensor& logarithm, const Tensor& query,
+                                   const Tensor& key, const Tensor& value, const std::optional<Tensor>& key_mask,
+                                   double scale) {
+  check_softmax(query, key, value, key_mask, scale);
+  check_output(grad, "grad", query, value, query.scalar_type());
+  check_output(out, "out", query, value, query.scalar_type());
+  check_row_numbers(logarithm, "logarithm", query);
+}
+
 inline void check_sampled_remainder(const Tensor& query, const Tensor& key, const Tensor& value,
                                     const Tensor& key_weight, const Tensor& query_codes, const Tensor& key_codes,
                                     int64_t hash_code_len, double scale) {
-  check_all_codes(query_codes, key_codes, value, hash_code_len);
-  const ScalarType dtype = query.scalar_type();
-  check_rows(query, "query", value, query_codes.size(3), dtype);
-  check_rows(key, "key", value, value.size(2), dtype);
-  check_rows(value, "value", value, value.size(2), dtype);
-  STD_TORCH_CHECK(query.size(3) == key.size(3), "query and key must agree in head_dim");
+  check_hashed(query, key, value, query_codes, key_codes, hash_code_len);
   check_row_numbers(key_weight, "key_weight", key);
   STD_TORCH_CHECK(scale > 0, "scale must be above 0, got ", scale);
 }
@@ -156,8 +145,7 @@ inline void check_sampled_remainder_backward(const Tensor& grad, const Tensor& g
                                              double scale) {
   check_sampled_remainder(query, key, value, key_weight, query_codes, key_codes, hash_code_len, scale);
   // of an output that is wider than 16 bits
-  check_rows(grad, "grad", value, query.size(2), length_dtype(query));
-  STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
+  check_output(grad, "grad", query, value, length_dtype(query));
   check_row_numbers(grad_total, "grad_total", query);
 }
 
@@ -172,36 +160,18 @@ inline void check_first_order(const Tensor& query, const Tensor& key, const Tens
   STD_TORCH_CHECK(scale > 0, "scale must be above 0, got ", scale);
 }
 
-inline void check_first_order_backward(const Tensor& grad, const Tensor& grad_total, const Tensor& query,
-                                       const Tensor& key, const Tensor& value, const Tensor& key_weight,
-                                       const Tensor& heavy, double scale) {
-  check_first_order(query, key, value, key_weight, heavy, scale);
-  // of an output that is wider than 16 bits
-  check_rows(grad, "grad", value, query.size(2), length_dtype(query));
-  STD_TORCH_CHECK(grad.size(3) == value.size(3), "grad and value must agree in columns");
-  check_row_numbers(grad_total, "grad_total", query);
-}
-
 inline void check_near(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& query_codes,
                        const Tensor& key_codes, int64_t hash_code_len, int64_t window) {
-  check_exact(query, key, value, hash_code_len);
-  check_all_codes(query_codes, key_codes, value, hash_code_len);
-  const int64_t N = query.size(2);
-  STD_TORCH_CHECK(key.size(2) == N && query_codes.size(3) == N,
-                  "query, query_codes, key and value must agree in length, got ", N, ", ", query_codes.size(3), ", ",
-                  key.size(2));
+  check_hashed(query, key, value, query_codes, key_codes, hash_code_len);
+  STD_TORCH_CHECK(key.size(2) == query.size(2), "query, key and value must agree in length, got ", query.size(2),
+                  " and ", key.size(2));
   STD_TORCH_CHECK(window >= 0, "window must be at least 0, got ", window);
 }
 
 inline void check_unit_rows(const Tensor& grad, const Tensor& unit, const Tensor& inverse_length) {
   STD_TORCH_CHECK(unit.dim() == 4, "unit must have shape [B, H, N, D]");
-  const int64_t B = unit.size(0), H = unit.size(1), N = unit.size(2);
-  check_rows(grad, "grad", unit, N, unit.scalar_type());
-  check_device(inverse_length, "inverse_length", unit);
-  STD_TORCH_CHECK(grad.size(3) == unit.size(3), "grad and unit must agree in columns");
-  STD_TORCH_CHECK(inverse_length.is_contiguous() && inverse_length.numel() == B * H * N &&
-                      inverse_length.scalar_type() == length_dtype(unit),
-                  "inverse_length must be contiguous with shape [B, H, N], float64 for float64 rows, else float32");
+  check_output(grad, "grad", unit, unit, unit.scalar_type());
+  check_row_numbers(inverse_length, "inverse_length", unit);
 }
 
 }  // namespace yoso

@@ -23,6 +23,11 @@
 
 namespace yoso {
 
+// Of samples of softmax: the keys of a bucket that a query meets at most, and the queries that meet the same ones
+constexpr int kBucketRows = 64;
+// the largest logarithm of a weight
+constexpr int kMaxLogarithm = 60;
+
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 using torch::headeronly::ScalarType;
@@ -54,6 +59,11 @@ struct Rows {
 // x itself where its last dimension is dense, else a copy.
 inline Tensor dense_rows(const Tensor& x) {
   return x.size(3) <= 1 || x.stride(3) == 1 ? x : torch::stable::contiguous(x);
+}
+
+inline std::optional<Tensor> dense_mask(const std::optional<Tensor>& mask) {
+  if (!mask.has_value()) return {};
+  return torch::stable::contiguous(*mask);
 }
 
 template <class T>
@@ -91,10 +101,14 @@ inline ScalarType length_dtype(const Tensor& rows) {
   return rows.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// Uninitialised [B, H, N] for rows of out [B, H, N, D]; of shape [0] unless unit.
+// Uninitialised [B, H, N] for rows [B, H, N, D].
+inline Tensor empty_row_numbers(const Tensor& rows) {
+  return empty_tensor(rows, {rows.size(0), rows.size(1), rows.size(2)}, length_dtype(rows));
+}
+
+// The same for the lengths of out's rows, of shape [0] unless these are scaled to length one.
 inline Tensor empty_inverse_length(const Tensor& out, bool unit) {
-  if (!unit) return empty_tensor(out, {0}, length_dtype(out));
-  return empty_tensor(out, {out.size(0), out.size(1), out.size(2)}, length_dtype(out));
+  return unit ? empty_row_numbers(out) : empty_tensor(out, {0}, length_dtype(out));
 }
 
 // codes of tau = 16 bits do not fit int16 beside the -1 of masked rows

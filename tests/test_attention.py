@@ -481,8 +481,10 @@ def test_expectation_at_16384_stays_under_a_gigabyte(path):
             "hash_functions are for 2 heads of 16, but query has 3 heads of 16",
         ),
         ({"similarity": "softmax"}, 'similarity="softmax" needs normalization="sum", as softmax has it, got \'l2\''),
-        ({"scale": 0.5}, "scale must be None, or above 0 with similarity=\"softmax\", got 0.5 with 'cosine'"),
+        ({"scale": 0.5}, "scale must be None, or a number above 0 with similarity=\"softmax\", got 0.5 with 'cosine'"),
         ({"similarity": "softmax", "normalization": "sum", "scale": 0}, "got 0 with 'softmax'"),
+        ({"similarity": "softmax", "normalization": "sum", "scale": float("inf")}, "got inf with 'softmax'"),
+        ({"query": torch.zeros(2, 3, 20, 0)}, "query must have a head_dim of at least 1, got shape"),
     ],
 )
 def test_bad_arguments_are_named(change, message):

@@ -150,7 +150,7 @@ def one_head_calls():
     buckets = (sampled.query, sampled.key, sampled.value, *sampled.codes, 9)
     near = (*buckets, 64)
     remainder = (*buckets[:3], torch.ones(1, 1, 32768), *buckets[3:], 0.125)
-    first_order = (*remainder[:4], torch.arange(64).view(1, 1, 64), 0.125)
+    heavy, total = torch.arange(64).view(1, 1, 64), torch.ones(1, 1, 32768)
     rows = (exact.query, exact.key, exact.value, 9)
     unit, inverse_length = ops.sampled_attention(*buckets, False, True)
     softmax = ops.softmax_attention(*rows[:3], None, 0.125)
@@ -169,9 +169,9 @@ def one_head_calls():
         "sampled_remainder_backward": lambda: ops.sampled_remainder_backward(
             sampled.grad, sampled.grad.sum(-1), *remainder
         ),
-        "first_order_attention": lambda: ops.first_order_attention(*first_order),
+        "first_order_attention": lambda: ops.first_order_attention(*remainder[:4], heavy, sampled.grad, total, 0.125),
         "first_order_attention_backward": lambda: ops.first_order_attention_backward(
-            sampled.grad, sampled.grad.sum(-1), *first_order
+            sampled.grad, sampled.grad, total, *remainder[:4], heavy, 0.125
         ),
         "local_attention": lambda: ops.local_attention(*near),
         "local_attention_backward": lambda: ops.local_attention_backward(sampled.grad, *near),
@@ -243,14 +243,23 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from yoso_hf import ops
 resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
-rows = torch.zeros(1, 1, 1, 8).expand(40, 100, 100_000, 8)
-try:
-    ops.expectation_attention(rows, rows, rows, 9, False, True)
-except RuntimeError as error:
-    assert "Tried to allocate a tensor of 3200000000 elements" in str(error), error
-    assert should_reduce_batch_size(error)
-else:
-    raise SystemExit("the result, of 12.8 GB, was allocated")
+torch.set_num_threads(2)
+
+def attend(num_queries, num_keys, heads):
+    # tensors of any size that take no memory
+    query, key = (torch.zeros(1, 1, 1, 8).expand(1, heads, n, 8) for n in (num_queries, num_keys))
+    try:
+        ops.expectation_attention(query, key, key, 9, False, True)
+    except RuntimeError as error:
+        assert should_reduce_batch_size(error), error
+        return str(error)
+    raise SystemExit("it fitted the memory")
+
+# a result of 12.8 GB
+assert "Tried to allocate a tensor of 3200000000 elements" in attend(400_000_000, 1, 1)
+# what threads need for 45 million keys, of one head and of one each
+for heads in (1, 2):
+    assert "Tried to allocate 2880000064 bytes" in attend(1, 45_000_000, heads)
 """
 
 

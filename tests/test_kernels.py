@@ -107,12 +107,12 @@ class Inputs:
         wide = torch.promote_types(dtype, torch.float32)
         key_weight = torch.linspace(0, 1, key.shape[2], dtype=wide).expand(key.shape[:3]).contiguous()
         heavy = key_weight.topk(min(key.shape[2], 64)).indices
-        grad, grad_total = self.grad.to(wide), self.grad.to(wide).sum(-1)
-        arguments = (query, key, value, key_weight, heavy, query.shape[3] ** -0.5)
-        return [
-            *namespace.first_order_attention(*arguments),
-            *namespace.first_order_attention_backward(grad, grad_total, *arguments),
-        ]
+        grad, scale, inputs = self.grad.to(dtype), query.shape[3] ** -0.5, (query, key, value, key_weight, heavy)
+        # of sums near 0 the inverse would have all errors: logarithms are at most the product of lengths
+        largest = scale * query.to(wide).norm(dim=-1) * key.to(wide).norm(dim=-1).amax(-1, keepdim=True)
+        remainder = self.grad.to(wide), key_weight.sum(-1, keepdim=True) * largest + 1
+        out, total = namespace.first_order_attention(*inputs, *remainder, scale)
+        return [out, total, *namespace.first_order_attention_backward(grad, out, total, *inputs, scale)]
 
 
 def assert_as_accurate_as_pytorch(outputs, dtype):

@@ -241,7 +241,8 @@ def operator_calls():
     near = [inputs[0], *(x.detach()[:, :, :9].requires_grad_() for x in inputs[1:])]
     near_codes = codes[0], codes[1][..., :9].contiguous()
     key_weight = torch.rand(2, 2, 11)
-    heavy = key_weight.topk(3).indices
+    heavy, total = key_weight.topk(3).indices, torch.ones(2, 2, 9)
+    remainder = grad.clone().requires_grad_(), total.clone().requires_grad_()
     return {
         "hash_hadamard": [(plain[1], functions.parameters, mask, 4, 5)],
         "hash_gaussian": [(plain[0], gaussian.parameters, None, 4, 5)],
@@ -255,8 +256,8 @@ def operator_calls():
         ],
         "sampled_remainder": [(*inputs, key_weight.clone().requires_grad_(), *codes, 5, 0.5)],
         "sampled_remainder_backward": [(grad, grad.sum(-1), *plain, key_weight, *codes, 5, 0.5)],
-        "first_order_attention": [(*inputs, key_weight.clone().requires_grad_(), heavy, 0.5)],
-        "first_order_attention_backward": [(grad, grad.sum(-1), *plain, key_weight, heavy, 0.5)],
+        "first_order_attention": [(*inputs, key_weight.clone().requires_grad_(), heavy, *remainder, 0.5)],
+        "first_order_attention_backward": [(grad, grad, total, *plain, key_weight, heavy, 0.5)],
         "local_attention": [(*near, *near_codes, 5, 3)],
         "local_attention_backward": [(grad, *(x.detach() for x in near), *near_codes, 5, 3)],
         "unit_rows_backward": [(grad, *normalized(grad))],
@@ -352,25 +353,34 @@ def test_first_order_operators_equal_autograd_through_the_formula(namespace, sha
     key_weight = torch.rand(*key.shape[:3], dtype=torch.float64)
     key_weight[:, :, 0] = 2
     heavy = key_weight.topk(num_heavy).indices.flip(-1)
-    grad_total = torch.randn(query.shape[:3], dtype=torch.float64)
-    inputs = [x.clone().requires_grad_() for x in (query, key, value, key_weight)]
+    # of a row, all weights add up to less than 0
+    remainder = torch.randn_like(grad), torch.randn(query.shape[:3], dtype=torch.float64).abs()
+    remainder[1][0, 0, -1] = -1e60
+    tensors = query, key, value, key_weight, *remainder
+    inputs = [x.clone().requires_grad_() for x in tensors]
     logarithms = 0.7 * inputs[0] @ inputs[1].mT
     is_heavy = torch.zeros(key.shape[:3], dtype=torch.bool).scatter(2, heavy, True)[:, :, None]
     weights = inputs[3][:, :, None] * torch.where(is_heavy, logarithms.clamp(max=60).exp(), 1 + logarithms)
-    expected = weights @ inputs[2], weights.sum(-1)
-    got = namespace.first_order_attention(query, key, value, key_weight, heavy, 0.7)
-    torch.testing.assert_close(got, tuple(x.detach() for x in expected))
-    expected = torch.autograd.grad(expected, inputs, (grad, grad_total))
-    arguments = (grad, grad_total, query, key, value, key_weight, heavy, 0.7)
-    torch.testing.assert_close(namespace.first_order_attention_backward(*arguments), expected)
+    total = weights.sum(-1) + inputs[5]
+    expected = (weights @ inputs[2] + inputs[4]) / torch.where(total > 0, total, torch.inf)[..., None]
+    out, sums = namespace.first_order_attention(*tensors[:4], heavy, *remainder, 0.7)
+    torch.testing.assert_close((out, sums), (expected.detach(), total.detach()))
+    assert out[0, 0, -1].count_nonzero() == 0
+    expected = torch.autograd.grad(expected, inputs, grad)
+    got = namespace.first_order_attention_backward(grad, out, sums, *tensors[:4], heavy, 0.7)
+    torch.testing.assert_close(got, expected)
 
 
 def test_first_order_backward_passes_gradcheck():
-    query, key, value, _, _, _, _ = make((2, 2, 5, 7, 4, 3, 1, 1), torch.float64)
-    key_weight = torch.rand(2, 2, 7, dtype=torch.float64)
-    inputs = [x.requires_grad_() for x in (query, key, value, key_weight)]
+    query, key, value, grad, _, _, _ = make((2, 2, 5, 7, 4, 3, 1, 1), torch.float64)
+    key_weight, total = torch.rand(2, 2, 7, dtype=torch.float64), torch.full((2, 2, 5), 20.0, dtype=torch.float64)
     heavy = key_weight.topk(3).indices
-    assert torch.autograd.gradcheck(lambda *x: ops.first_order_attention(*x, heavy, 0.5), inputs)
+    inputs = [x.requires_grad_() for x in (query, key, value, key_weight, grad, total)]
+
+    def attend(query, key, value, key_weight, *remainder):
+        return ops.first_order_attention(query, key, value, key_weight, heavy, *remainder, 0.5)[0]
+
+    assert torch.autograd.gradcheck(attend, inputs)
 
 
 @pytest.mark.parametrize("namespace", [ops, reference], ids=["ops", "reference"])
@@ -423,69 +433,6 @@ def test_gradients_through_unit_rows_equal_those_of_a_separate_normalisation(low
     torch.testing.assert_close(got, expected)
 
 
-def crowded(kind, num_rows):
-    """Keys that fall into few buckets."""
-    torch.manual_seed(3)
-    if kind == "equal":
-        return torch.randn(1, 1, 1, 16).expand(1, 1, num_rows, 16).contiguous()
-    centres = torch.randn(8, 16)
-    return (centres[torch.arange(num_rows) % 8] + 1e-3 * torch.randn(num_rows, 16))[None, None]
-
-
-@pytest.mark.parametrize("kind", ["equal", "clusters"])
-@pytest.mark.parametrize("same_query", [False, True])
-def test_crowded_buckets_take_the_other_order_of_products_with_the_same_result(kind, same_query):
-    key = crowded(kind, 500).double()
-    query = key.clone() if same_query else torch.randn(1, 1, 400, 16, dtype=torch.float64)
-    value, grad = torch.randn(1, 1, 500, 16).double(), torch.randn(1, 1, query.shape[2], 16).double()
-    functions = HashFunctions.sample(1, 16, 3, 4)
-    codes = functions.codes(query), functions.codes(key)
-    got = ops.sampled_attention_backward(grad, query, key, value, *codes, 4)
-    torch.testing.assert_close(got, reference.sampled_attention_backward(grad, query, key, value, *codes, 4))
-
-
-@needs_kernels
-def test_same_bits_whatever_the_number_of_threads():
-    query, key, value, grad, functions, _, codes = make((1, 1, 1000, 900, 64, 64, 8, 6), torch.float32)
-
-    def softmax_and_first_order():
-        forward = ops.softmax_attention(query, key, value, None, 0.1)
-        key_weight = torch.linspace(0, 1, 900).view(1, 1, 900)
-        first_order = (query, key, value, key_weight, key_weight.topk(64).indices, 0.1)
-        return (
-            *forward,
-            *ops.softmax_attention_backward(grad, *forward, query, key, value, None, 0.1),
-            *ops.first_order_attention(*first_order),
-            *ops.first_order_attention_backward(grad, grad.sum(-1), *first_order),
-        )
-
-    def results():
-        return [
-            functions.codes(query),
-            *ops.sampled_attention(query, key, value, *codes, 6, False, True),
-            *ops.sampled_attention_backward(grad, query, key, value, *codes, 6),
-            *ops.expectation_attention(query, key, value, 6, False, True),
-            *ops.expectation_attention_backward(grad, query, key, value, 6, True),
-            *(softmax_and_first_order() if HAS_SOFTMAX_KERNEL else ()),
-            *ops.sampled_remainder(query, key, value, torch.ones(1, 1, 900), *codes, 6, 0.1),
-            *ops.sampled_remainder_backward(
-                grad, grad[..., 0].contiguous(), query, key, value, torch.ones(1, 1, 900), *codes, 6, 0.1
-            ),
-            ops.unit_rows_backward(grad, *normalized(query)),
-        ]
-
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = results()
-        for number in (2, 3):
-            torch.set_num_threads(number)
-            for one, other in zip(alone, results(), strict=True):
-                assert torch.equal(one, other)
-    finally:
-        torch.set_num_threads(threads)
-
-
 # the reference's products may round differently with other strides
 @needs_kernels
 def test_views_and_expanded_gradients_give_what_copies_give():
@@ -513,13 +460,14 @@ def test_views_and_expanded_gradients_give_what_copies_give():
             )
             assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
             key_weight = torch.linspace(0, 1, 50).expand(2, 2, 50).contiguous()
-            arguments = (key, value, key_weight, key_weight.topk(5).indices, 0.2)
+            arguments = (key, value, key_weight, key_weight.topk(5).indices)
+            total = torch.ones(2, 2, 40)
             got, expected = (
                 [
-                    *ops.first_order_attention(x, *arguments),
-                    *ops.first_order_attention_backward(grad, grad.sum(-1), x, *arguments),
+                    *ops.first_order_attention(x, *arguments, rest, total, 0.2),
+                    *ops.first_order_attention_backward(rest, grad, total, x, *arguments, 0.2),
                 ]
-                for x in (view, view.contiguous())
+                for x, rest in ((view, grad.mT.contiguous().mT), (view.contiguous(), grad))
             )
             assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
         one = torch.ones(2, 2, 50)
@@ -551,9 +499,9 @@ def test_empty_tensors(sizes, unit, implementation):
     assert torch.equal(out, torch.zeros(*sizes[:3], 6))
     assert torch.equal(total, torch.zeros(sizes[:3]))
     heavy = key_weight.topk(min(2, sizes[3])).indices
-    out, total = namespace.first_order_attention(query, key, value, key_weight, heavy, 0.5)
-    assert torch.equal(out, torch.zeros(*sizes[:3], 6))
-    assert torch.equal(total, torch.zeros(sizes[:3]))
+    first_order = namespace.first_order_attention(query, key, value, key_weight, heavy, out, total, 0.5)
+    assert torch.equal(first_order[0], torch.zeros(*sizes[:3], 6))
+    assert torch.equal(first_order[1], torch.zeros(sizes[:3]))
     for out, inverse_length in (
         namespace.sampled_attention(query, key, value, *codes, 5, False, unit),
         namespace.expectation_attention(query, key, value, 5, False, unit),
@@ -565,7 +513,7 @@ def test_empty_tensors(sizes, unit, implementation):
         namespace.expectation_attention_backward(grad, query, key, value, 5, False),
         namespace.softmax_attention_backward(grad, *softmax, query, key, value, mask, 0.5),
         namespace.sampled_remainder_backward(grad, grad.sum(-1), query, key, value, key_weight, *codes, 5, 0.5)[:3],
-        namespace.first_order_attention_backward(grad, grad.sum(-1), query, key, value, key_weight, heavy, 0.5)[:3],
+        namespace.first_order_attention_backward(grad, *first_order, query, key, value, key_weight, heavy, 0.5)[:3],
     ):
         for gradient, x in zip(gradients, (query, key, value), strict=False):
             assert torch.equal(gradient, torch.zeros_like(x))
@@ -602,16 +550,18 @@ def test_kernels_refuse_what_would_read_past_a_buffer():
     def remainder(value=value, key_weight=torch.ones(2, 2, 11), codes=codes, scale=0.5):  # noqa: B008
         return ops.sampled_remainder(query, key, value, key_weight, *codes, 5, scale)
 
-    def first_order(value=value, key_weight=torch.ones(2, 2, 11), heavy=torch.zeros(2, 2, 1).long()):  # noqa: B008
-        return ops.first_order_attention(query, key, value, key_weight, heavy, 0.5)
+    one, total, heavy = torch.ones(2, 2, 11), torch.ones(2, 2, 9), torch.zeros(2, 2, 1).long()
 
-    def first_order_backward(grad=grad, grad_total=torch.ones(2, 2, 9), heavy=torch.zeros(2, 2, 1).long()):  # noqa: B008
-        one = torch.ones(2, 2, 11)
-        return ops.first_order_attention_backward(grad, grad_total, query, key, value, one, heavy, 0.5)
+    def first_order(value=value, key_weight=one, heavy=heavy, remainder=grad, total=total):
+        return ops.first_order_attention(query, key, value, key_weight, heavy, remainder, total, 0.5)
+
+    def first_order_backward(grad=grad, out=grad, total=total, heavy=heavy):
+        return ops.first_order_attention_backward(grad, out, total, query, key, value, one, heavy, 0.5)
 
     bad_calls = [
         lambda: ops.sampled_attention(query, key, value[:, :, :-1], *codes, 5, False, False),
         lambda: ops.sampled_attention(query, key, value, codes[0][:, :1], codes[1], 5, False, False),
+        lambda: ops.sampled_attention(query, key, value, *(x[0, 0] for x in codes), 5, False, False),
         lambda: ops.sampled_attention(query, key, value, codes[0].int(), codes[1].int(), 5, False, False),
         lambda: ops.sampled_attention(query, key, value, *codes, 17, False, False),
         lambda: ops.sampled_attention_backward(grad, query[..., :-1], key, value, *codes, 5),
@@ -649,8 +599,12 @@ def test_kernels_refuse_what_would_read_past_a_buffer():
             lambda: first_order(heavy=torch.zeros(2, 2, 65).long()),
             lambda: first_order(heavy=torch.zeros(2, 2, 1).int()),
             *(lambda i=i: first_order(heavy=torch.full((2, 2, 1), i)) for i in (-1, 11)),
+            lambda: first_order(remainder=grad[:, :, :-1]),
+            lambda: first_order(remainder=grad.double()),
+            lambda: first_order(total=torch.ones(2, 2, 8)),
             lambda: first_order_backward(grad[:, :, :-1]),
-            lambda: first_order_backward(grad_total=torch.ones(2, 2, 8)),
+            lambda: first_order_backward(out=grad[..., :-1]),
+            lambda: first_order_backward(total=torch.ones(2, 2, 8)),
             lambda: first_order_backward(heavy=torch.full((2, 2, 1), 11)),
         ]
     for call in bad_calls:

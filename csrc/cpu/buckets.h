@@ -87,11 +87,10 @@ inline bool threads_share_heads(int64_t heads, int64_t rows, int64_t head_bytes)
 }
 
 // Fetches the rows of the next bucket, one at every call: all at once, they would hold up the processor.
-template <class T, class QueryStride, class KeyStride = QueryStride>
+template <class T, class Stride>
 struct Ahead {
   const T *queries, *keys;
-  QueryStride query_stride;
-  KeyStride key_stride;
+  Stride query_stride, key_stride;
   const int32_t *query_order = nullptr, *key_order = nullptr;
   int64_t queries_left = 0, keys_left = 0;
 

@@ -41,7 +41,7 @@ struct AllPairs {
     kernel_slope(cosine, tau, exact, base, weights, slope);
   }
   template <class V, class T = Element<V>>
-  YOSO_INLINE void centre_products(Range, Range, const T*, T*) const {}
+  YOSO_INLINE void centre_products(Range, T*) const {}
 };
 
 // the choice of backward matters to autograd only
@@ -64,7 +64,7 @@ std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cpu(const Tens
                                                                       const Tensor& key, const Tensor& value,
                                                                       int64_t hash_code_len, bool exact) {
   check_exact(query, key, value, hash_code_len);
-  check_grad(grad, query, value);
+  check_output(grad, "grad", query, value, query.scalar_type());
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
   Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));

@@ -1,5 +1,5 @@
-// Softmax attention to the first order of the exponent, but for a few heavy keys, of which it is whole: what is exact
-// where the rest is sampled.
+// Softmax attention of which a remainder is given: the rest is the first order of the exponent, but for a few heavy
+// keys, of which it is all.
 #include "tiled_attention.h"
 
 namespace yoso {
@@ -49,7 +49,7 @@ void sum_parts(int64_t count, int64_t tile, int64_t size, T* sums, const F& add)
   const int64_t tiles = (count + tile - 1) / tile, parts = std::min(tiles, kParts);
   Buffer<T> partial(parts * size);
   partial.zero();
-  torch::stable::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
       const Range rows{part * tiles / parts * tile, std::min(count, (part + 1) * tiles / parts * tile)};
       add(rows, partial.data() + part * size);
@@ -156,11 +156,12 @@ struct Keys {
   }
 };
 
-// Stores the output of some queries, and their weights' sums.
+// Stores the output of some queries, and their weights' sums; `total` has those of the remainder.
 template <class V, class In, class T = Element<V>>
-YOSO_INLINE void attend(const Keys<T>& keys, const Tensor& query, Range rows, const Tensor& out, T* total) {
+YOSO_INLINE void attend(const Keys<T>& keys, const Tensor& query, const Tensor& remainder, Range rows,
+                        const Tensor& out, T* total) {
   const int64_t columns = keys.columns, value_columns = keys.value_columns;
-  Buffer<T> queries(kTileQueries * columns), sums(kTileQueries * value_columns);
+  Buffer<T> queries(kTileQueries * columns), sums(kTileQueries * value_columns), rest(kTileQueries * value_columns);
   alignas(64) T logarithms[kTileSize], weights[kTileSize];
   for (int64_t row = rows.begin; row < rows.end; row += kTileQueries) {
     const int64_t num = std::min(kTileQueries, rows.end - row);
@@ -169,7 +170,7 @@ YOSO_INLINE void attend(const Keys<T>& keys, const Tensor& query, Range rows, co
       V sum = {};
       for (int64_t c = 0; c < columns; c += kLanes<V>)
         sum += load<V>(queries.data() + q * columns + c) * load<V>(keys.sums.key + c);
-      total[row + q] = *keys.sums.weight + sum_of_lanes(sum);
+      total[row + q] += *keys.sums.weight + sum_of_lanes(sum);
       std::copy_n(keys.sums.value, value_columns, sums.data() + q * value_columns);
     }
     multiply<V>(num, value_columns, columns, AllRows<const T>{queries.data(), columns}, 1,
@@ -189,23 +190,31 @@ YOSO_INLINE void attend(const Keys<T>& keys, const Tensor& query, Range rows, co
       multiply<V>(num, value_columns, keys.num_heavy, AllRows<const T>{weights, kTileKeys}, 1,
                   AllRows<const T>{keys.heavy_value.data(), value_columns}, AllRows<T>{sums.data(), value_columns});
     }
-    store_rows<V>(sums.data(), value_columns, T{1}, mutable_rows_of<T>(out), keys.batch, keys.head, row, row + num,
+    load_rows<V>(rows_of<T>(remainder), keys.batch, keys.head, row, row + num, out.size(3), rest.data(), value_columns);
+    for (int64_t q = 0; q < num; ++q) {
+      const T divisor = total[row + q] > 0 ? total[row + q] : std::numeric_limits<T>::infinity();
+      for (int64_t i = q * value_columns; i < (q + 1) * value_columns; i += kLanes<V>)
+        store<V>(sums.data() + i, (load<V>(sums.data() + i) + load<V>(rest.data() + i)) / divisor);
+    }
+    store_rows<V>(sums.data(), value_columns, T{1}, mutable_rows_of<In>(out), keys.batch, keys.head, row, row + num,
                   out.size(3));
   }
 }
 
 template <class In>
 void forward(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_weight,
-             const Tensor& heavy, double scale, const Tensor& out, const Tensor& total) {
+             const Tensor& heavy, const Tensor& remainder, const Tensor& remainder_total, double scale,
+             const Tensor& out, const Tensor& total) {
   using T = Accumulator<In>;
   const int64_t N = query.size(2);
   T* totals = static_cast<T*>(total.mutable_data_ptr());
+  std::copy_n(static_cast<const T*>(remainder_total.const_data_ptr()), total.numel(), totals);
   for_heads(query.size(0) * query.size(1), [&](int64_t begin, int64_t end, bool) {
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
       const Keys<T> keys(In{}, key, value, key_weight, heavy, batch_head, static_cast<T>(scale));
       for_tiles(N, kTileQueries, [&](Range rows) {
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-          attend<Vector<T, bytes()>, In>(keys, query, rows, out, totals + batch_head * N);
+          attend<Vector<T, bytes()>, In>(keys, query, remainder, rows, out, totals + batch_head * N);
         });
       });
     }
@@ -229,32 +238,61 @@ struct Transposes {
   }
 };
 
+// What the backward has of the queries, and what it gives of them.
+struct QueryTensors {
+  const Tensor &grad, &out, &total, &query, &grad_query, &grad_remainder, &grad_remainder_total;
+};
+
+// Loads the gradient of some queries' output, turns it into that of the sums before they were divided, and stores that:
+// it is the remainder's too. grad_total gets that of the weights' sums.
+template <class V, class In, class T = Element<V>>
+YOSO_INLINE void load_gradients(const Keys<T>& keys, const QueryTensors& x, int64_t row, int64_t num, T* grads,
+                                T* outs, T* grad_total) {
+  const int64_t value_columns = keys.value_columns, columns = x.grad.size(3);
+  const int64_t first = (keys.batch * x.query.size(1) + keys.head) * x.query.size(2) + row;
+  load_rows<V>(rows_of<In>(x.grad), keys.batch, keys.head, row, row + num, columns, grads, value_columns);
+  load_rows<V>(rows_of<In>(x.out), keys.batch, keys.head, row, row + num, columns, outs, value_columns);
+  for (int64_t q = 0; q < num; ++q) {
+    const T total = static_cast<const T*>(x.total.const_data_ptr())[first + q], inverse = total > 0 ? 1 / total : 0;
+    V sum = {};
+    for (int64_t i = q * value_columns; i < (q + 1) * value_columns; i += kLanes<V>) {
+      const V grad = load<V>(grads + i) * inverse;
+      store<V>(grads + i, grad);
+      sum -= grad * load<V>(outs + i);
+    }
+    grad_total[q] = sum_of_lanes(sum);
+  }
+  store_rows<V>(grads, value_columns, T{1}, mutable_rows_of<T>(x.grad_remainder), keys.batch, keys.head, row, row + num,
+                columns);
+  std::copy_n(grad_total, num, static_cast<T*>(x.grad_remainder_total.mutable_data_ptr()) + first);
+}
+
 // Stores the gradient of some queries, and adds to those of what they met.
 template <class V, class In, class T = Element<V>>
-YOSO_INLINE void query_gradients(const Keys<T>& keys, const Transposes<T>& transposes, const Tensor& query,
-                                 const Tensor& grad, const T* grad_total, Range rows, const Tensor& grad_query,
-                                 const Gradients<T>& to) {
+YOSO_INLINE void query_gradients(const Keys<T>& keys, const Transposes<T>& transposes, const QueryTensors& x,
+                                 Range rows, const Gradients<T>& to) {
   const int64_t columns = keys.columns, value_columns = keys.value_columns;
   const T most = static_cast<T>(kMaxPower);
-  Buffer<T> queries(kTileQueries * columns), grads(kTileQueries * value_columns), results(kTileQueries * columns);
+  Buffer<T> queries(kTileQueries * columns), results(kTileQueries * columns);
+  Buffer<T> grads(kTileQueries * value_columns), outs(kTileQueries * value_columns);
   const AllRows<const T> query_rows{queries.data(), columns}, grad_rows{grads.data(), value_columns};
   const AllRows<T> result_rows{results.data(), columns};
   alignas(64) T logarithms[kTileSize], weights[kTileSize], products[kTileSize];
-  T ones[kTileQueries];
+  T ones[kTileQueries], grad_total[kTileQueries];
   std::fill_n(ones, kTileQueries, T{1});
   for (int64_t row = rows.begin; row < rows.end; row += kTileQueries) {
     const int64_t num = std::min(kTileQueries, rows.end - row);
-    load_rows<V>(rows_of<In>(query), keys.batch, keys.head, row, row + num, query.size(3), queries.data(), columns);
-    load_rows<V>(rows_of<T>(grad), keys.batch, keys.head, row, row + num, grad.size(3), grads.data(), value_columns);
+    load_rows<V>(rows_of<In>(x.query), keys.batch, keys.head, row, row + num, x.query.size(3), queries.data(), columns);
+    load_gradients<V, In>(keys, x, row, num, grads.data(), outs.data(), grad_total);
     T tile_total = 0;
     for (int64_t q = 0; q < num; ++q) {
-      const T total = grad_total[row + q];
+      const T total = grad_total[q];
       tile_total += total;
       for (int64_t c = 0; c < columns; c += kLanes<V>) store<V>(result_rows[q] + c, load<V>(keys.sums.key + c) * total);
     }
     *to.weight += tile_total;
     multiply<V>(1, value_columns, num, AllRows<const T>{ones, 1}, 1, grad_rows, AllRows<T>{to.value, 1});
-    multiply<V>(1, columns, num, AllRows<const T>{grad_total + row, 1}, 1, query_rows, AllRows<T>{to.key, 1});
+    multiply<V>(1, columns, num, AllRows<const T>{grad_total, 1}, 1, query_rows, AllRows<T>{to.key, 1});
     multiply<V>(columns, value_columns, num, AllRows<const T>{queries.data(), 1}, columns, grad_rows,
                 AllRows<T>{to.key_value, value_columns});
     multiply<V>(num, columns, value_columns, grad_rows, 1, AllRows<const T>{transposes.value_key.data(), columns},
@@ -267,7 +305,7 @@ YOSO_INLINE void query_gradients(const Keys<T>& keys, const Transposes<T>& trans
       for (int64_t q = 0; q < num; ++q)
         for (int64_t k = 0; k < kTileKeys; ++k) {
           const int64_t i = q * kTileKeys + k;
-          const T product = weights[i] * (products[i] + grad_total[row + q]), w = keys.heavy_weight[k];
+          const T product = weights[i] * (products[i] + grad_total[q]), w = keys.heavy_weight[k];
           products[i] = logarithms[i] < most ? keys.scale * product * w : 0;
           weights[i] *= w;
           logarithms[i] = product;
@@ -281,8 +319,8 @@ YOSO_INLINE void query_gradients(const Keys<T>& keys, const Transposes<T>& trans
       multiply<V>(keys.num_heavy, value_columns, num, AllRows<const T>{weights, 1}, kTileKeys, grad_rows,
                   AllRows<T>{to.heavy_value, value_columns});
     }
-    store_rows<V>(results.data(), columns, T{1}, mutable_rows_of<In>(grad_query), keys.batch, keys.head, row,
-                  row + num, grad_query.size(3));
+    store_rows<V>(results.data(), columns, T{1}, mutable_rows_of<In>(x.grad_query), keys.batch, keys.head, row,
+                  row + num, x.query.size(3));
   }
 }
 
@@ -332,14 +370,13 @@ YOSO_INLINE void key_gradients(const Keys<T>& keys, const Gradients<T>& from, co
 }
 
 template <class In>
-void backward(const Tensor& grad, const Tensor& grad_total, const Tensor& query, const Tensor& key,
-              const Tensor& value, const Tensor& key_weight, const Tensor& heavy, double scale,
-              const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value, const Tensor& grad_weight) {
+void backward(const QueryTensors& x, const Tensor& key, const Tensor& value, const Tensor& key_weight,
+              const Tensor& heavy, double scale, const Tensor& grad_key, const Tensor& grad_value,
+              const Tensor& grad_weight) {
   using T = Accumulator<In>;
-  const int64_t N = query.size(2), M = key.size(2);
-  const int64_t columns = padded(query.size(3)), value_columns = padded(value.size(3));
-  const T* grad_totals = static_cast<const T*>(grad_total.const_data_ptr());
-  for_heads(query.size(0) * query.size(1), [&](int64_t begin, int64_t end, bool) {
+  const int64_t N = x.query.size(2), M = key.size(2);
+  const int64_t columns = padded(x.query.size(3)), value_columns = padded(value.size(3));
+  for_heads(x.query.size(0) * x.query.size(1), [&](int64_t begin, int64_t end, bool) {
     Buffer<T> data(Gradients<T>::size(columns, value_columns)), value_key(columns * value_columns);
     const Gradients<T> gradients(data.data(), columns, value_columns);
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
@@ -348,8 +385,7 @@ void backward(const Tensor& grad, const Tensor& grad_total, const Tensor& query,
       sum_parts(N, kTileQueries, Gradients<T>::size(columns, value_columns), data.data(), [&](Range rows, T* sums) {
         const Gradients<T> to(sums, columns, value_columns);
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-          query_gradients<Vector<T, bytes()>, In>(keys, transposes, query, grad, grad_totals + batch_head * N, rows,
-                                                  grad_query, to);
+          query_gradients<Vector<T, bytes()>, In>(keys, transposes, x, rows, to);
         });
       });
       for (int64_t c = 0; c < columns; ++c) gradients.key[c] *= keys.scale;
@@ -386,37 +422,49 @@ void check_places(const Tensor& heavy, int64_t num_keys) {
 }
 
 std::tuple<Tensor, Tensor> first_order_attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                     const Tensor& key_weight, const Tensor& heavy, double scale) {
+                                                     const Tensor& key_weight, const Tensor& heavy,
+                                                     const Tensor& remainder, const Tensor& remainder_total,
+                                                     double scale) {
   check_first_order(query, key, value, key_weight, heavy, scale);
+  check_output(remainder, "remainder", query, value, length_dtype(query));
+  check_row_numbers(remainder_total, "remainder_total", query);
   check_places(heavy, key.size(2));
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
-  Tensor out = on_huge_pages(empty_heads_last(key_weight, B, H, N, value.size(3)));
-  Tensor total = empty_inverse_length(query, true);
+  Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
+  Tensor total = empty_row_numbers(query);
   if (B * H * N == 0) return {out, total};
-  const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
+  const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value), dense_rows(remainder)};
   dispatch_floating(query, [&](auto element) {
-    forward<decltype(element)>(rows[0], rows[1], rows[2], key_weight, heavy, scale, out, total);
+    forward<decltype(element)>(rows[0], rows[1], rows[2], key_weight, heavy, rows[3], remainder_total, scale, out,
+                               total);
   });
   return {out, total};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> first_order_attention_backward_cpu(
-    const Tensor& grad, const Tensor& grad_total, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& key_weight, const Tensor& heavy, double scale) {
-  check_first_order_backward(grad, grad_total, query, key, value, key_weight, heavy, scale);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> first_order_attention_backward_cpu(
+    const Tensor& grad, const Tensor& out, const Tensor& total, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& key_weight, const Tensor& heavy, double scale) {
+  check_first_order(query, key, value, key_weight, heavy, scale);
+  check_output(grad, "grad", query, value, query.scalar_type());
+  check_output(out, "out", query, value, query.scalar_type());
+  check_row_numbers(total, "total", query);
   check_places(heavy, key.size(2));
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
   Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));
   Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
-  Tensor grad_weight = empty_inverse_length(key, true);
-  if (B * H * (N + M) == 0) return {grad_query, grad_key, grad_value, grad_weight};
-  const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
-  dispatch_floating(query, [&](auto element) {
-    backward<decltype(element)>(rows[0], grad_total, rows[1], rows[2], rows[3], key_weight, heavy, scale, grad_query,
-                                grad_key, grad_value, grad_weight);
-  });
-  return {grad_query, grad_key, grad_value, grad_weight};
+  Tensor grad_weight = empty_row_numbers(key);
+  Tensor grad_remainder = on_huge_pages(empty_heads_last(total, B, H, N, value.size(3)));
+  Tensor grad_remainder_total = empty_row_numbers(query);
+  if (B * H * (N + M) > 0) {
+    const Tensor rows[] = {dense_rows(grad), dense_rows(out), dense_rows(query), dense_rows(key), dense_rows(value)};
+    const QueryTensors queries{rows[0], rows[1], total, rows[2], grad_query, grad_remainder, grad_remainder_total};
+    dispatch_floating(query, [&](auto element) {
+      backward<decltype(element)>(queries, rows[3], rows[4], key_weight, heavy, scale, grad_key, grad_value,
+                                  grad_weight);
+    });
+  }
+  return {grad_query, grad_key, grad_value, grad_weight, grad_remainder, grad_remainder_total};
 }
 
 }  // namespace

@@ -147,7 +147,7 @@ void hash_rows(const Tensor& x, const Tensor& parameters, const bool* mask, bool
   const Rows<const In> rows = rows_of<In>(x);
   const float* all_parameters = parameters.const_data_ptr<float>();
   Code* all_codes = static_cast<Code*>(out.mutable_data_ptr());
-  torch::stable::parallel_for(0, B * H * chunks, 1, [&](int64_t task_begin, int64_t task_end) {
+  parallel_for(0, B * H * chunks, 1, [&](int64_t task_begin, int64_t task_end) {
     vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
       using V = Vector<T, bytes()>;
       constexpr int64_t L = kLanes<V>;
@@ -185,8 +185,7 @@ Tensor hash_cpu(const Tensor& input, const Tensor& parameters, const std::option
                 int64_t num_hash, int64_t hash_code_len, bool use_hadamard) {
   check_hash(input, parameters, input_mask, num_hash, hash_code_len, use_hadamard);
   const int64_t B = input.size(0), H = input.size(1), N = input.size(2);
-  std::optional<Tensor> mask;
-  if (input_mask.has_value()) mask = torch::stable::contiguous(*input_mask);
+  const std::optional<Tensor> mask = dense_mask(input_mask);
   const bool* mask_data = mask.has_value() ? static_cast<const bool*>(mask->const_data_ptr()) : nullptr;
   const Tensor x = dense_rows(input);
   Tensor out = on_huge_pages(empty_tensor(x, {B, H, num_hash, N}, code_dtype(hash_code_len)));

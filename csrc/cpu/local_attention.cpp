@@ -68,7 +68,7 @@ struct NearPairs {
   }
 
   template <class V, class T = Element<V>>
-  YOSO_INLINE void centre_products(Range, Range, const T*, T*) const {}
+  YOSO_INLINE void centre_products(Range, T*) const {}
 
   YOSO_INLINE void copy_codes(const Codes& codes, Range rows, int64_t hash, int64_t count, int64_t stride,
                               int16_t* to) const {
@@ -142,7 +142,7 @@ std::tuple<Tensor, Tensor, Tensor> local_attention_backward_cpu(const Tensor& gr
                                                                 int64_t hash_code_len, int64_t window) {
   check_near(query, key, value, query_codes, key_codes, hash_code_len, window);
   const NearPairs pairs = near_pairs(query_codes, key_codes, hash_code_len, window);
-  check_grad(grad, query, value);
+  check_output(grad, "grad", query, value, query.scalar_type());
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
   Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, N, key.size(3)));

@@ -114,7 +114,7 @@ void sampled_forward(const Tensor& query_codes, const Tensor& key_codes, const T
   const bool narrow = (M + N) * kSliceBytes * torch::stable::get_num_threads() > kThirdLevelBytes;
   const int64_t slice = narrow ? kRowQuantum : kColumns, slices = (Dv + slice - 1) / slice;
   const int64_t num_tables = std::clamp<int64_t>(kTableBytes / (table_size * kSliceBytes), 1, std::min<int64_t>(m, 8));
-  torch::stable::parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
     Buffer<T> memory((M + N + num_tables * table_size) * slice);
     T *values = memory.data(), *sums = values + M * slice, *tables = sums + N * slice;
     vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {

@@ -17,13 +17,12 @@ constexpr int64_t kListedPairs = 256;
 // the unit vector, the gradient or value, and the sum that becomes the gradient of the unit vector.
 template <class T>
 struct Side {
-  const int64_t count, columns, other_columns, stride;
+  const int64_t columns, other_columns, stride;
   Buffer<T> rows, inverse_length;
   BucketOrder buckets;
 
   Side(int64_t count, int64_t columns, int64_t other_columns, int64_t num_hash, int64_t table_size)
-      : count(count),
-        columns(columns),
+      : columns(columns),
         other_columns(other_columns),
         stride(2 * columns + other_columns),
         rows(count * stride),
@@ -281,7 +280,6 @@ void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key
   const Code* all_query_codes = static_cast<const Code*>(query_codes.const_data_ptr());
   const Code* all_key_codes = static_cast<const Code*>(key_codes.const_data_ptr());
   const int64_t threads = torch::stable::get_num_threads();
-  using torch::stable::parallel_for;
   const auto bucket_of = [](Code code) { return static_cast<uint32_t>(code); };
 
   // The parallel loops within run one after the other where the loop over heads is parallel already. No two buckets
@@ -330,7 +328,8 @@ void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key
 std::tuple<Tensor, Tensor> sampled_attention_backward_cpu(const Tensor& grad, const Tensor& query, const Tensor& key,
                                                           const Tensor& value, const Tensor& query_codes,
                                                           const Tensor& key_codes, int64_t hash_code_len) {
-  check_sampled_backward(grad, query, key, value, query_codes, key_codes, hash_code_len);
+  check_hashed(query, key, value, query_codes, key_codes, hash_code_len);
+  check_output(grad, "grad", query, value, query.scalar_type());
   const int64_t B = query.size(0), H = query.size(1), D = query.size(3);
   Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, query.size(2), D));
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, key.size(2), D));

@@ -5,18 +5,16 @@
 namespace yoso {
 namespace {
 
-// the keys of a bucket that a query meets at most, and the queries that meet the same ones
-constexpr int64_t kBucketRows = 64;
 // buckets of at most this many pairs are not multiplied one by one: their pairs are listed
 constexpr int64_t kFewPairs = 16;
 // the longest list
 constexpr int64_t kListedPairs = 256;
 // the smallest logarithm of a weight that counts
-constexpr double kMinLogarithm = -87;
+constexpr float kMinLogarithm = -87;
 
 // exp(x) - 1 - x; slope is what it has in x
 YOSO_INLINE double remainder(double x, double& slope) {
-  const double less_one = std::expm1(std::min(x, kMaxLogarithm));
+  const double less_one = std::expm1(std::min<double>(x, kMaxLogarithm));
   slope = x < kMaxLogarithm ? less_one : -1;
   return less_one - x;
 }
@@ -25,7 +23,7 @@ YOSO_INLINE double remainder(double x, double& slope) {
 YOSO_INLINE float remainder(float x, float& slope) {
   // added to a small number and subtracted, it rounds that to an integer
   constexpr float kRounds = 0x1.8p23f;
-  const float y = std::min(std::max(x, static_cast<float>(kMinLogarithm)), static_cast<float>(kMaxLogarithm));
+  const float y = std::min<float>(std::max(x, kMinLogarithm), kMaxLogarithm);
   const float n = (y * static_cast<float>(M_LOG2E) + kRounds) - kRounds;
   // log(2) in two parts, of which the product with the first is exact
   const float f = (y - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -37,7 +35,7 @@ YOSO_INLINE float remainder(float x, float& slope) {
   series = series * f + 0.5f;
   const float power = __builtin_bit_cast(float, (static_cast<int32_t>(n) + 127) << 23);
   const float beyond = power * (f * f * series), first = power * f, less_one = power - 1;
-  slope = x < static_cast<float>(kMaxLogarithm) ? less_one + first + beyond : -1;
+  slope = x < kMaxLogarithm ? less_one + first + beyond : -1;
   return beyond + (less_one + (first - x));
 }
 
@@ -88,14 +86,13 @@ YOSO_INLINE void weigh(Tile<T>& tile, int64_t size, int64_t tau, T scale, T shar
 // sum; of keys the key, the value, and of the backward both sums.
 template <class T>
 struct RemainderRows {
-  const int64_t count, columns, value_columns, stride;
+  const int64_t columns, value_columns, stride;
   Buffer<T> rows, inverse;
   BucketOrder buckets;
 
   RemainderRows(int64_t count, int64_t columns, int64_t value_columns, int64_t stride, int64_t num_hash,
                 int64_t table_size)
-      : count(count),
-        columns(columns),
+      : columns(columns),
         value_columns(value_columns),
         stride(stride),
         rows(count * stride),
@@ -325,7 +322,7 @@ YOSO_INLINE void add_buckets(Sizes sizes, RemainderRows<T>& queries, RemainderRo
     const T share = static_cast<T>(parts) / num_hash;
     for (int64_t q = 0; q < num_queries; q += kBucketRows) {
       const int64_t part = (q / kBucketRows + chance(bucket, hash)) % parts;
-      const int64_t nq = std::min(kBucketRows, num_queries - q), nk = (num_keys - part + parts - 1) / parts;
+      const int64_t nq = std::min<int64_t>(kBucketRows, num_queries - q), nk = (num_keys - part + parts - 1) / parts;
       const int32_t* met = key_order + first_k;
       if (parts > 1) {
         for (int64_t k = 0; k < nk; ++k) tile.part[k] = met[part + k * parts];
@@ -377,7 +374,6 @@ template <class In, class Code, bool backward, class Store>
 void for_buckets(const Tensors& x, int64_t tau, double scale, std::optional<Tensor> total,
                  std::optional<Tensor> grad_weight, const Store& store) {
   using T = Accumulator<In>;
-  using torch::stable::parallel_for;
   const int64_t B = x.query.size(0), H = x.query.size(1), N = x.query.size(2), M = x.key.size(2);
   const int64_t m = x.query_codes.size(2), D = padded(x.query.size(3)), Dv = padded(x.value.size(3));
   const uint32_t table_size = 1u << (tau - 1), last_code = 2 * table_size - 1;
@@ -458,7 +454,7 @@ std::tuple<Tensor, Tensor> sampled_remainder_cpu(const Tensor& query, const Tens
   check_sampled_remainder(query, key, value, key_weight, query_codes, key_codes, hash_code_len, scale);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
   Tensor out = on_huge_pages(empty_heads_last(key_weight, B, H, N, value.size(3)));
-  Tensor total = empty_inverse_length(query, true);
+  Tensor total = empty_row_numbers(query);
   if (B * H * N == 0) return {out, total};
   const Tensors x{dense_rows(query), dense_rows(key), dense_rows(value), key_weight, query_codes, key_codes, {}, {}};
   dispatch_floating(query, [&](auto element) {
@@ -486,7 +482,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cpu(
   Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));
   Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
-  Tensor grad_weight = empty_inverse_length(key, true);
+  Tensor grad_weight = empty_row_numbers(key);
   if (B * H * (N + M) == 0) return {grad_query, grad_key, grad_value, grad_weight};
   const Tensors x{dense_rows(query), dense_rows(key), dense_rows(value), key_weight,
                   query_codes,       key_codes,       dense_rows(grad),  grad_total};

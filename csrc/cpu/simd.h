@@ -5,8 +5,10 @@
 #include "../cpu_capability.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <new>
 #include <type_traits>
@@ -161,7 +163,10 @@ class Buffer {
   explicit Buffer(int64_t size) : size_(size) {
     const size_t bytes = size * sizeof(T) + 64;
     const std::align_val_t alignment{bytes < kHugePage ? 64 : kHugePage};
-    data_ = std::unique_ptr<T, Free>(static_cast<T*>(::operator new(bytes, alignment)), Free{alignment});
+    void* const data = ::operator new(bytes, alignment, std::nothrow);
+    // torch's own words, see empty_tensor
+    STD_TORCH_CHECK(data != nullptr, "DefaultCPUAllocator: can't allocate memory. Tried to allocate ", bytes, " bytes.");
+    data_ = std::unique_ptr<T, Free>(static_cast<T*>(data), Free{alignment});
     advise_huge_pages(data_.get(), bytes);
   }
   T* data() { return data_.get(); }
@@ -178,6 +183,21 @@ class Buffer {
   std::unique_ptr<T, Free> data_{nullptr, Free{}};
   int64_t size_;
 };
+
+// torch's parallel_for, which would lose what an exception says.
+template <class F>
+void parallel_for(int64_t begin, int64_t end, int64_t grain_size, const F& f) {
+  std::atomic_flag failed = ATOMIC_FLAG_INIT;
+  std::exception_ptr error;
+  torch::stable::parallel_for(begin, end, grain_size, [&](int64_t first, int64_t last) {
+    try {
+      f(first, last);
+    } catch (...) {
+      if (!failed.test_and_set()) error = std::current_exception();
+    }
+  });
+  if (error) std::rethrow_exception(error);
+}
 
 template <class T, class Columns>
 YOSO_INLINE void prefetch(const T* row, Columns columns) {

@@ -108,7 +108,7 @@ struct SoftmaxPairs {
   }
 
   template <class V>
-  YOSO_INLINE void centre_products(Range queries, Range, const T*, T* products) const {
+  YOSO_INLINE void centre_products(Range queries, T* products) const {
     for (int64_t q = queries.begin; q < queries.end; ++q, products += kTileKeys)
       for (int64_t k = 0; k < kTileKeys; k += kLanes<V>)
         store<V>(products + k, load<V>(products + k) - mean_product[q]);
@@ -143,11 +143,6 @@ inline const bool* real_keys(const std::optional<Tensor>& key_mask, int64_t batc
   return static_cast<const bool*>(key_mask->const_data_ptr()) + batch * key_mask->size(1);
 }
 
-inline std::optional<Tensor> dense_mask(const std::optional<Tensor>& key_mask) {
-  if (!key_mask.has_value()) return {};
-  return torch::stable::contiguous(*key_mask);
-}
-
 template <class In>
 void forward(const Tensor& query, const Tensor& key, const Tensor& value,
              const std::optional<Tensor>& key_mask, double scale, const Tensor& out, const Tensor& logarithm) {
@@ -157,7 +152,7 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value,
   const int64_t slices = slices_of_head(B * H, N);
   const int64_t rows = (N + slices - 1) / slices;
   T* logarithms = static_cast<T*>(logarithm.mutable_data_ptr());
-  torch::stable::parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
     Buffer<T> queries(rows * columns), keys(M * columns), key_tiles(whole_tiles(M) * columns), bias(whole_tiles(M));
     Buffer<T> values(M * value_columns), sums(rows * value_columns), totals(rows * kRowQuantum), largest(rows);
     Range tiles{};
@@ -258,7 +253,7 @@ std::tuple<Tensor, Tensor> softmax_attention_cpu(const Tensor& query, const Tens
   check_softmax(query, key, value, key_mask, scale);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
   Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
-  Tensor logarithm = empty_inverse_length(out, true);
+  Tensor logarithm = empty_row_numbers(out);
   if (B * H * N == 0) return {out, logarithm};
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_floating(query, [&](auto element) {

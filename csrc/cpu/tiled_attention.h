@@ -5,7 +5,7 @@
 //     queries_of(keys, queries)       the like for a tile of keys
 //     weigh(queries, keys, cosine, base, weights[, slope])   a tile's weights from its cosines, and their slope; base
 //                                     is scratch
-//     centre_products(queries, keys, weights, products)
+//     centre_products(queries, products)
 //                                     may change the products of gradients and values, with which the slope is
 //                                     multiplied
 // A cosine is the product of two rows, which need not have length one. For attention_forward and attention_backward,
@@ -23,9 +23,6 @@ namespace {
 constexpr int64_t kTileQueries = 32;
 constexpr int64_t kTileKeys = 64;
 constexpr int64_t kTileSize = kTileQueries * kTileKeys;
-
-// the largest logarithm of a weight where softmax is sampled
-constexpr double kMaxLogarithm = 60;
 
 // 1 - acos(x) / pi for x clamped to [-1, 1]
 inline double angle_complement(double x) { return 1 - std::acos(std::clamp(x, -1.0, 1.0)) / M_PI; }
@@ -106,7 +103,7 @@ int64_t whole_tiles(int64_t keys) { return (keys + kTileKeys - 1) / kTileKeys * 
 template <class V, class Pairs, class T = Element<V>>
 YOSO_INLINE void attention_rows(Pairs& pairs, int64_t first, const T* query, int64_t num_queries, const T* key_tiles,
                                 const T* value, int64_t num_keys, int64_t columns, int64_t value_columns, T* out) {
-  alignas(64) T cosine[kTileSize] = {}, base[kTileSize], weights[kTileSize];
+  alignas(64) T cosine[kTileSize], base[kTileSize], weights[kTileSize];
   for (int64_t q = 0; q < num_queries; q += kTileQueries) {
     const int64_t nq = std::min(kTileQueries, num_queries - q);
     const Range keys = pairs.keys_of({first + q, first + q + nq}, {0, num_keys});
@@ -140,7 +137,7 @@ void attention_forward(const Pairs& all_pairs, const Tensor& query, const Tensor
   const int64_t slices = slices_of_head(B * H, N);
   const int64_t rows = (N + slices - 1) / slices;
   T* inverse = unit ? static_cast<T*>(inverse_length.mutable_data_ptr()) : nullptr;
-  torch::stable::parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
     Buffer<T> queries(rows * columns), keys(M * columns), key_tiles(whole_tiles(M) * columns);
     Buffer<T> values(M * value_columns), sums(rows * value_columns), lengths(std::max(rows, M));
     vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
@@ -202,7 +199,7 @@ template <class V, class Pairs, class T = Element<V>>
 YOSO_INLINE void attention_gradients(Pairs& pairs, Head<T>& head, Range queries, Range keys, bool to_queries,
                                      bool to_keys) {
   const int64_t D = head.columns, Dv = head.value_columns;
-  alignas(64) T cosine[kTileSize] = {}, base[kTileSize], weights[kTileSize], slope[kTileSize], products[kTileSize] = {};
+  alignas(64) T cosine[kTileSize], base[kTileSize], weights[kTileSize], slope[kTileSize], products[kTileSize];
   for (int64_t k = keys.begin; k < keys.end; k += kTileKeys) {
     const int64_t nk = std::min(kTileKeys, keys.end - k);
     const Range near = pairs.queries_of({k, k + nk}, queries);
@@ -216,7 +213,7 @@ YOSO_INLINE void attention_gradients(Pairs& pairs, Head<T>& head, Range queries,
       multiply<V>(nq, padded(nk), Dv, grad, 1, AllRows<T>{head.value_tiles.data() + k * Dv, kTileKeys},
                   AllRows<T>{products, kTileKeys});
       pairs.template weigh<V>({q, q + nq}, {k, k + nk}, cosine, base, weights, slope);
-      pairs.template centre_products<V>({q, q + nq}, {k, k + nk}, weights, products);
+      pairs.template centre_products<V>({q, q + nq}, products);
       for (int64_t i = 0; i < nq * kTileKeys; ++i) slope[i] *= products[i];
       if (to_queries)
         multiply<V>(nq, D, nk, AllRows<T>{slope, kTileKeys}, 1, AllRows<T>{head.key.data() + k * D, D},
@@ -233,7 +230,7 @@ YOSO_INLINE void attention_gradients(Pairs& pairs, Head<T>& head, Range queries,
 // Calls f(Range) in parallel for runs of whole tiles that make up `count` rows.
 template <class F>
 void for_tiles(int64_t count, int64_t tile, const F& f) {
-  torch::stable::parallel_for(0, (count + tile - 1) / tile, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, (count + tile - 1) / tile, 1, [&](int64_t begin, int64_t end) {
     f(Range{begin * tile, std::min(count, end * tile)});
   });
 }
@@ -271,7 +268,7 @@ void for_heads(int64_t heads, const F& add_heads) {
   // sharing a head costs a third more, idle threads cost more than that
   const int64_t threads = torch::stable::get_num_threads();
   if (2 * heads > threads || threads == 1)
-    torch::stable::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) { add_heads(begin, end, false); });
+    parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) { add_heads(begin, end, false); });
   else
     add_heads(0, heads, true);
 }

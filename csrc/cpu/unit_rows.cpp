@@ -12,7 +12,7 @@ constexpr int64_t kTaskPositions = 64;
 template <class T, class F>
 void for_rows(const Tensor& x, int64_t buffers, const F& f) {
   const int64_t B = x.size(0), H = x.size(1), N = x.size(2), columns = padded(x.size(3));
-  torch::stable::parallel_for(0, B * N, kTaskPositions, [&](int64_t begin, int64_t end) {
+  parallel_for(0, B * N, kTaskPositions, [&](int64_t begin, int64_t end) {
     Buffer<T> memory(buffers * columns);
     vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
       for (int64_t position = begin; position < end; ++position)

@@ -69,7 +69,7 @@ std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cuda(const Ten
                                                                        const Tensor& key, const Tensor& value,
                                                                        int64_t hash_code_len, bool exact) {
   check_exact(query, key, value, hash_code_len);
-  check_grad(grad, query, value);
+  check_output(grad, "grad", query, value, query.scalar_type());
   const Device device(value);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
   Tensor grad_query = empty_heads_last(query, B, H, N, query.size(3));

@@ -477,8 +477,7 @@ Tensor hash_cuda(const Tensor& input, const Tensor& parameters, const std::optio
                   " columns on CUDA, got ", size);
   const Device device(input);
   const Tensor x = dense_rows(input);
-  std::optional<Tensor> mask;
-  if (input_mask.has_value()) mask = torch::stable::contiguous(*input_mask);
+  const std::optional<Tensor> mask = dense_mask(input_mask);
   const int64_t B = x.size(0), H = x.size(1), N = x.size(2);
   Tensor out = empty_tensor(x, {B, H, num_hash, N}, code_dtype(hash_code_len));
   dispatch_floating(x, [&](auto element) {

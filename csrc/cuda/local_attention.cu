@@ -175,7 +175,7 @@ std::tuple<Tensor, Tensor, Tensor> local_attention_backward_cuda(const Tensor& g
                                                                  const Tensor& query_codes, const Tensor& key_codes,
                                                                  int64_t hash_code_len, int64_t window) {
   check_near(query, key, value, query_codes, key_codes, hash_code_len, window);
-  check_grad(grad, query, value);
+  check_output(grad, "grad", query, value, query.scalar_type());
   const Device device(value);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
   Tensor grad_query = empty_heads_last(query, B, H, N, query.size(3));

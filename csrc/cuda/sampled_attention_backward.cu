@@ -166,7 +166,8 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
 std::tuple<Tensor, Tensor> sampled_attention_backward_cuda(const Tensor& grad, const Tensor& query, const Tensor& key,
                                                            const Tensor& value, const Tensor& query_codes,
                                                            const Tensor& key_codes, int64_t hash_code_len) {
-  check_sampled_backward(grad, query, key, value, query_codes, key_codes, hash_code_len);
+  check_hashed(query, key, value, query_codes, key_codes, hash_code_len);
+  check_output(grad, "grad", query, value, query.scalar_type());
   const Device device(value);
   const int64_t B = query.size(0), H = query.size(1), D = query.size(3);
   Tensor grad_query = empty_heads_last(query, B, H, query.size(2), D);

@@ -11,10 +11,6 @@ namespace yoso {
 namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / kWarp;
-// the keys of a bucket that a query meets, at most, and the queries that meet the same ones
-constexpr int kBucketRows = 64;
-// the largest logarithm of a weight
-constexpr int kMaxLogarithm = 60;
 // rows by hash functions that a launch has at most, unless one head has more
 constexpr int64_t kRowsAtOnce = int64_t{1} << 26;
 // blocks that a multiprocessor has at a time: with more, registers would be spilled
@@ -505,8 +501,8 @@ std::tuple<Tensor, Tensor> sampled_remainder_cuda(const Tensor& query, const Ten
   check_sampled_remainder(query, key, value, key_weight, query_codes, key_codes, hash_code_len, scale);
   const Device device(value);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
-  Tensor out = torch::stable::transpose(empty_tensor(value, {B, N, H, value.size(3)}, length_dtype(value)), 1, 2);
-  Tensor total = empty_inverse_length(out, true);
+  Tensor out = empty_heads_last(key_weight, B, H, N, value.size(3));
+  Tensor total = empty_row_numbers(query);
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_wide(query, [&](auto element) {
     Remainders<decltype(element)>(device, nullptr, nullptr, rows[0], rows[1], rows[2], key_weight, query_codes,
@@ -527,7 +523,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cuda(
   Tensor grad_query = empty_heads_last(query, B, H, query.size(2), query.size(3));
   Tensor grad_key = empty_heads_last(key, B, H, M, key.size(3));
   Tensor grad_value = empty_heads_last(value, B, H, M, value.size(3));
-  Tensor grad_weight = empty_inverse_length(grad_key, true);
+  Tensor grad_weight = empty_row_numbers(key);
   const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_wide(query, [&](auto element) {
     Remainders<decltype(element)>(device, &rows[0], &grad_total, rows[1], rows[2], rows[3], key_weight, query_codes,

@@ -74,8 +74,8 @@ def exact_is_cheaper(
     """Whether expectation="auto" takes the exact weights: their cost grows as N M, that of sampling as (N + M) m.
 
     Args:
-        num_queries: N, >= 1; padding counts.
-        num_keys: M, >= 1; padding counts.
+        num_queries: N; padding counts.
+        num_keys: M; padding counts.
         num_hash: m, >= 1.
         similarity: as for yoso_attention.
         device_type: of the tensors, "cpu" or "cuda" or another; it matters to "softmax" only.
@@ -127,9 +127,9 @@ def yoso_attention(
     derivatives of this package's operators are refused, and those of forward mode (torch.func.jvp).
 
     Args:
-        query: [B, H, N, D], float16, bfloat16, float32 or float64; N, D >= 1.
+        query: [B, H, N, D], float16, bfloat16, float32 or float64; D >= 1.
         key: [B, H, M, D].
-        value: [B, H, M, Dv], Dv >= 1.
+        value: [B, H, M, Dv].
         key_mask: bool [B, M], True for a real token; a masked key adds nothing, whatever stands in it. None: all are
             real.
         hash_code_len: tau, bits of a code, 1..16, or 1..32 with expectation=True: the higher, the sharper the
@@ -163,6 +163,7 @@ def yoso_attention(
         local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are
             sampled: the same expectation with less noise, at a cost of O(N local_window). Needs N = M. 0: none, not
             even a position with itself. Nothing changes where the expectation is computed.
+        scale: of similarity="softmax" only, above 0; None: D ** -0.5.
 
     Returns:
         [B, H, N, Dv], in value's dtype.
@@ -349,9 +350,9 @@ def _sampled_softmax(
     query_codes = functions.codes(query.detach(), None if real_queries is None else key_mask)
     key_codes = functions.codes(key.detach(), key_mask)
     rows = query.to(dtype), key.to(dtype), value
-    exact, exact_total = first_order_attention(*rows, weight, heavy.squeeze(-1), scale)
-    out, total = sampled_remainder(*rows, light, query_codes, key_codes, length, scale)
-    return _divide(exact + out, (exact_total + total)[..., None])
+    remainder = sampled_remainder(*rows, light, query_codes, key_codes, length, scale)
+    out, _ = first_order_attention(*rows, weight, heavy.squeeze(-1), *remainder, scale)
+    return out
 
 
 def _bits_for(num_keys: int, highest: int) -> int:
@@ -395,6 +396,8 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
             raise ValueError(
                 f"{name} must have query's batch and heads {_shape(query)[:2]}, got shape {_shape(tensor)}"
             )
+    if query.shape[3] == 0:
+        raise ValueError(f"query must have a head_dim of at least 1, got shape {_shape(query)}")
     if key.shape[3] != query.shape[3]:
         raise ValueError(f"key must have query's head_dim {query.shape[3]}, got {key.shape[3]}")
     if value.shape[2] != key.shape[2]:
@@ -421,9 +424,9 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
         raise ValueError(f"similarity must be one of {SIMILARITIES}, got {similarity!r}")
     if similarity == "softmax" and normalization != "sum":
         raise ValueError(f'similarity="softmax" needs normalization="sum", as softmax has it, got {normalization!r}')
-    if scale is not None and (similarity != "softmax" or not scale > 0):
+    if scale is not None and (similarity != "softmax" or not 0 < scale < math.inf):
         raise ValueError(
-            f'scale must be None, or above 0 with similarity="softmax", got {scale!r} with {similarity!r}'
+            f'scale must be None, or a number above 0 with similarity="softmax", got {scale!r} with {similarity!r}'
         )
     if backward == "exact" and expectation in (False, "auto"):
         raise ValueError(

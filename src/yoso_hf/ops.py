@@ -45,10 +45,11 @@ SCHEMAS = {
     "sampled_remainder_backward": "(Tensor grad, Tensor grad_total, Tensor query, Tensor key, Tensor value, "
     "Tensor key_weight, Tensor query_codes, Tensor key_codes, int hash_code_len, float scale) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    "first_order_attention": "(Tensor query, Tensor key, Tensor value, Tensor key_weight, Tensor heavy, float scale) "
-    "-> (Tensor, Tensor)",
-    "first_order_attention_backward": "(Tensor grad, Tensor grad_total, Tensor query, Tensor key, Tensor value, "
-    "Tensor key_weight, Tensor heavy, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    "first_order_attention": "(Tensor query, Tensor key, Tensor value, Tensor key_weight, Tensor heavy, "
+    "Tensor remainder, Tensor remainder_total, float scale) -> (Tensor, Tensor)",
+    "first_order_attention_backward": "(Tensor grad, Tensor out, Tensor total, Tensor query, Tensor key, "
+    "Tensor value, Tensor key_weight, Tensor heavy, float scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "local_attention": "(Tensor query, Tensor key, Tensor value, Tensor query_codes, Tensor key_codes, "
     "int hash_code_len, int window) -> Tensor",
     "local_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor query_codes, "
@@ -96,69 +97,55 @@ def _fake_attention(value, rows, by_row):
     return _empty_heads_last(value, rows, value.shape[3]), numbers
 
 
+def _fake_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in inputs)
+
+
 def _fake_sampled(query, key, value, query_codes, key_codes, hash_code_len, expectation_backward, unit):  # noqa: ARG001
     return _fake_attention(value, query_codes.shape[3], unit)
 
 
-def _fake_sampled_backward(grad, query, key, value, query_codes, key_codes, hash_code_len):  # noqa: ARG001
-    return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key))
+def _fake_sampled_backward(_grad, query, key, *_):
+    return _fake_gradients(query, key)
 
 
 def _fake_expectation(query, key, value, hash_code_len, exact_backward, unit):  # noqa: ARG001
     return _fake_attention(value, query.shape[2], unit)
 
 
-def _fake_expectation_backward(grad, query, key, value, hash_code_len, exact):  # noqa: ARG001
-    return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
-
-
-def _fake_softmax(query, key, value, key_mask, scale):  # noqa: ARG001
+def _fake_softmax(query, _key, value, *_):
     return _fake_attention(value, query.shape[2], True)
 
 
-def _fake_softmax_backward(grad, out, logarithm, query, key, value, key_mask, scale):  # noqa: ARG001
-    return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
+def _fake_softmax_backward(_grad, _out, _logarithm, query, key, value, *_):
+    return _fake_gradients(query, key, value)
 
 
-def _fake_remainder(query, key, value, key_weight, query_codes, key_codes, hash_code_len, scale):  # noqa: ARG001
+def _fake_remainder(query, _key, value, key_weight, *_):
     wide = value.new_empty(0, dtype=key_weight.dtype)
     out = wide.new_empty(value.shape[0], query.shape[2], value.shape[1], value.shape[3]).transpose(1, 2)
     return out, wide.new_empty(query.shape[:3])
 
 
-def _fake_remainder_backward(
-    grad,  # noqa: ARG001
-    grad_total,  # noqa: ARG001
-    query,
-    key,
-    value,
-    key_weight,
-    query_codes,  # noqa: ARG001
-    key_codes,  # noqa: ARG001
-    hash_code_len,  # noqa: ARG001
-    scale,  # noqa: ARG001
-):
-    gradients = (_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
-    return *gradients, key_weight.new_empty(key_weight.shape)
+def _fake_remainder_backward(_grad, _grad_total, query, key, value, key_weight, *_):
+    return *_fake_gradients(query, key, value), torch.empty_like(key_weight)
 
 
-def _fake_first_order(query, key, value, key_weight, heavy, scale):  # noqa: ARG001
-    return _fake_remainder(query, key, value, key_weight, None, None, None, scale)
+def _fake_first_order_backward(_grad, _out, total, query, key, value, key_weight, *_):
+    gradients = *_fake_gradients(query, key, value), torch.empty_like(key_weight)
+    return *gradients, *_fake_remainder(query, key, value, total)
 
 
-def _fake_first_order_backward(grad, grad_total, query, key, value, key_weight, heavy, scale):  # noqa: ARG001
-    return _fake_remainder_backward(grad, grad_total, query, key, value, key_weight, None, None, None, scale)
-
-
-def _fake_local(query, key, value, query_codes, key_codes, hash_code_len, window):  # noqa: ARG001
+def _fake_local(_query, _key, value, *_):
     return _empty_heads_last(value, value.shape[2], value.shape[3])
 
 
-def _fake_local_backward(grad, query, key, value, query_codes, key_codes, hash_code_len, window):  # noqa: ARG001
-    return tuple(_empty_heads_last(x, x.shape[2], x.shape[3]) for x in (query, key, value))
+# of two operators
+def _fake_exact_backward(_grad, query, key, value, *_):
+    return _fake_gradients(query, key, value)
 
 
-def _fake_unit_rows_backward(grad, unit, inverse_length):  # noqa: ARG001
+def _fake_unit_rows_backward(_grad, unit, _inverse_length):
     return _empty_heads_last(unit, unit.shape[2], unit.shape[3])
 
 
@@ -237,14 +224,16 @@ def _remainder_gradients(ctx, grad, grad_total):
     return *gradients, None, None, None, None
 
 
-def _save_first_order(ctx, inputs, output):  # noqa: ARG001
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
+def _save_first_order(ctx, inputs, output):
+    *tensors, _, _, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _first_order_gradients(ctx, grad, grad_total):
-    gradients = first_order_attention_backward(grad, grad_total.contiguous(), *ctx.saved_tensors, ctx.scale)
-    return *gradients, None, None
+def _first_order_gradients(ctx, grad, _):
+    *gradients, remainder, remainder_total = first_order_attention_backward(grad, *ctx.saved_tensors, ctx.scale)
+    # none of heavy
+    return *gradients, None, remainder, remainder_total, None
 
 
 def _save_local(ctx, inputs, output):  # noqa: ARG001
@@ -285,15 +274,15 @@ def _register() -> torch.library.Library:
         "sampled_attention": _fake_sampled,
         "sampled_attention_backward": _fake_sampled_backward,
         "expectation_attention": _fake_expectation,
-        "expectation_attention_backward": _fake_expectation_backward,
+        "expectation_attention_backward": _fake_exact_backward,
         "softmax_attention": _fake_softmax,
         "softmax_attention_backward": _fake_softmax_backward,
         "sampled_remainder": _fake_remainder,
         "sampled_remainder_backward": _fake_remainder_backward,
-        "first_order_attention": _fake_first_order,
+        "first_order_attention": _fake_softmax,
         "first_order_attention_backward": _fake_first_order_backward,
         "local_attention": _fake_local,
-        "local_attention_backward": _fake_local_backward,
+        "local_attention_backward": _fake_exact_backward,
         "unit_rows_backward": _fake_unit_rows_backward,
     }
     for name, schema in SCHEMAS.items():

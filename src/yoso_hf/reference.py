@@ -269,13 +269,24 @@ def sampled_remainder_backward(
 
 
 def first_order_attention(
-    query: Tensor, key: Tensor, value: Tensor, key_weight: Tensor, heavy: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_weight: Tensor,
+    heavy: Tensor,
+    remainder: Tensor,
+    remainder_total: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """What is exact where softmax attention is sampled: 1 + x for the light keys, and exp(x) for the heavy ones.
+    """Softmax attention of which sampled_remainder gives what the light keys have beyond the first order.
 
-    With x = scale query . key and w of key_weight [B, H, M], the sums over keys of w (1 + x) value and of w (1 + x);
-    for those that heavy [B, H, K] lists, all different ones, w exp(x) in place of w (1 + x), up to exp(60). The
-    remainder is sampled_remainder's.
+    Sums over keys, of w value and of w, with x = scale query . key and key_weight [B, H, M]: w is key_weight (1 + x),
+    and key_weight exp(x), up to exp(60), for the keys that heavy [B, H, K] lists, all different ones. To these,
+    remainder [B, H, N, Dv] and remainder_total [B, H, N] are added.
+
+    Returns:
+        The sums of values divided by those of weights, 0 where these are 0, and the sums of weights, [B, H, N] in
+        float32 or wider, which are for the gradient.
     """
     part = _FirstOrder(query, key, value, key_weight, heavy, scale)
     out = torch.baddbmm(part.light_value.sum(1, keepdim=True), part.query, part.key_value, alpha=scale)
@@ -283,22 +294,28 @@ def first_order_attention(
     for rows in part.rows_at_a_time():
         out[:, rows] += part.heavy_exponentials(rows)[1] @ heavy_value
     out = out.unflatten(0, query.shape[:2])
-    return _heads_last(out[..., :-1]), out[..., -1].contiguous()
+    total = out[..., -1] + remainder_total
+    out = (out[..., :-1] + remainder) / torch.where(total > 0, total, math.inf)[..., None]
+    return _heads_last(out.to(value.dtype)), total.contiguous()
 
 
 def first_order_attention_backward(
     grad: Tensor,
-    grad_total: Tensor,
+    out: Tensor,
+    total: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     key_weight: Tensor,
     heavy: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradient of query, key, value and key_weight."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradient of query, key, value, key_weight, remainder and remainder_total."""
     part = _FirstOrder(query, key, value, key_weight, heavy, scale)
-    grad = torch.cat([grad, grad_total[..., None]], dim=-1).flatten(0, 1)
+    grad_remainder = _accumulator(grad) * _inverse(total)[..., None]
+    grad_remainder_total = -(grad_remainder * out).sum(-1)
+    # of all sums alike
+    grad = torch.cat([grad_remainder, grad_remainder_total[..., None]], dim=-1).flatten(0, 1)
     grad_query = scale * grad @ part.key_value.mT
     grad_sum, grad_key_value = grad.sum(1, keepdim=True), scale * part.query.mT @ grad
     grad_products = part.value @ grad_key_value.mT
@@ -320,6 +337,8 @@ def first_order_attention_backward(
     return (
         *(_heads_last(g.unflatten(0, x.shape[:2]).to(x.dtype)) for g, x in gradients),
         grad_weight.view(key_weight.shape),
+        _heads_last(grad_remainder),
+        grad_remainder_total,
     )
 
 
@@ -602,8 +621,8 @@ def _softmax_weights(logarithms: Tensor, logarithm: Tensor) -> Tensor:
     return (logarithms - logarithm.masked_fill(logarithm == -math.inf, 0)[..., None]).exp()
 
 
-def _inverse(length: Tensor) -> Tensor:
-    return torch.where(length > 0, 1 / length, 0)
+def _inverse(x: Tensor) -> Tensor:
+    return torch.where(x > 0, 1 / x, 0)
 
 
 def _near_weights(unit_query, unit_key, query_codes, key_codes, hash_code_len: int, window: int):
