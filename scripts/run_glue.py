@@ -154,10 +154,6 @@ def check_arguments(args: GlueArguments, training_args: TrainingArguments) -> No
     splits = needed_splits(args.task_name, training_args)
     if not splits:
         raise ValueError("nothing to do: give --do_train, --do_eval or --do_predict")
-    if training_args.resume_from_checkpoint:
-        raise ValueError(
-            "--resume_from_checkpoint is not used: the same command resumes in its --output_dir by itself"
-        )
     if args.files():
         for split in splits:
             if getattr(args, FILE_ARGUMENTS[split]) is None:

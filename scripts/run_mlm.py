@@ -181,10 +181,6 @@ def check_arguments(args: MLMArguments, training_args: TrainingArguments) -> Non
         raise ValueError("--streaming needs --max_steps: the length of the corpus is not known")
     if args.streaming and training_args.do_eval and args.max_eval_blocks is None:
         raise ValueError("--streaming needs --max_eval_blocks to evaluate")
-    if training_args.resume_from_checkpoint:
-        raise ValueError(
-            "--resume_from_checkpoint is not used: the same command resumes in its --output_dir by itself"
-        )
 
 
 def is_split(args: MLMArguments, training_args: TrainingArguments) -> bool:

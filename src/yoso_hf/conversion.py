@@ -32,8 +32,9 @@ from transformers import (
 
 from .attention_interface import SETTINGS, read_settings
 from .configuration_yoso import YosoConfig
-from .mlm import IGNORED, Masking
+from .mlm import Masking
 from .modeling_yoso import (
+    IGNORED_LABEL,
     POSITION_OFFSET,
     YosoForMaskedLM,
     YosoForMultipleChoice,
@@ -427,7 +428,7 @@ def compare(
             continue
         masked = masking(inputs["input_ids"], [index])
         labels, inputs["input_ids"] = masked["labels"].flatten(), masked["input_ids"]
-        chosen = labels != IGNORED
+        chosen = labels != IGNORED_LABEL
         logits = torch.stack([_token_logits(model(**inputs))[0, chosen] for model in (original, converted)])
         losses.append(torch.stack([F.cross_entropy(each, labels[chosen], reduction="none") for each in logits]))
         hits.append(logits.argmax(-1) == labels[chosen])

@@ -16,8 +16,7 @@ from transformers import (
 )
 
 from .model_card import CardTrainer
-
-IGNORED = -100
+from .modeling_yoso import IGNORED_LABEL
 
 
 class Masking:
@@ -136,7 +135,7 @@ class MaskedLMTrainer(CardTrainer):
         if not self.sparse_prediction:
             return super().compute_loss(model, inputs, *args, **kwargs)
         labels = inputs["labels"].flatten()
-        self._masked = (labels != IGNORED).nonzero().squeeze(1)
+        self._masked = (labels != IGNORED_LABEL).nonzero().squeeze(1)
         try:
             return super().compute_loss(model, inputs | {"labels": labels[self._masked][None]}, *args, **kwargs)
         finally:
@@ -156,11 +155,11 @@ class MaskedLMTrainer(CardTrainer):
         loss = F.cross_entropy(
             outputs.logits.flatten(0, 1).float(),
             labels.flatten(),
-            ignore_index=IGNORED,
+            ignore_index=IGNORED_LABEL,
             reduction="sum",
             label_smoothing=self.args.label_smoothing_factor if self.model.training else 0.0,
         )
-        count = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        count = (labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
         return loss / torch.as_tensor(count).clamp(min=1)
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any):
@@ -178,7 +177,7 @@ class MaskedLMTrainer(CardTrainer):
         labels = inputs["labels"]
         with torch.no_grad(), self.compute_loss_context_manager():
             _, outputs = self.compute_loss(model, dict(inputs), return_outputs=True)
-        chosen = labels != IGNORED
+        chosen = labels != IGNORED_LABEL
         logits = outputs.logits[0] if self.sparse_prediction else outputs.logits[chosen]
         losses = F.cross_entropy(logits.float(), labels[chosen], reduction="none")
         sums = losses.new_zeros(len(labels)).index_add(0, chosen.nonzero()[:, 0], losses)

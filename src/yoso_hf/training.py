@@ -105,6 +105,10 @@ def _check_trainer_arguments(args: TrainingArguments) -> None:
         raise ValueError(f"--learning_rate must be a number of at least 0, got {args.learning_rate}")
     if args.max_steps <= 0 and not 0 < args.num_train_epochs < math.inf:
         raise ValueError(f"--num_train_epochs must be above 0 without --max_steps, got {args.num_train_epochs}")
+    if args.resume_from_checkpoint:
+        raise ValueError(
+            "--resume_from_checkpoint is not used: the same command resumes in its --output_dir by itself"
+        )
 
 
 def _yaml_arguments(path: str) -> list[str]:
