@@ -664,7 +664,7 @@ def test_onnx_refuses_auto_with_a_dynamic_length(tmp_path):
     ("settings", "operator"),
     [
         ({"use_expectation": False, "local_window": 2}, "local_attention"),
-        (SAMPLED_SOFTMAX, "first_order_attention"),
+        (SAMPLED_SOFTMAX, "sampled_remainder"),
     ],
 )
 def test_onnx_refuses_what_has_no_graph(settings, operator, tmp_path):
