@@ -113,6 +113,7 @@ def _fake_expectation(query, key, value, hash_code_len, exact_backward, unit):  
     return _fake_attention(value, query.shape[2], unit)
 
 
+# of two operators
 def _fake_softmax(query, _key, value, *_):
     return _fake_attention(value, query.shape[2], True)
 
