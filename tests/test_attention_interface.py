@@ -329,6 +329,40 @@ def test_a_mask_that_a_model_makes_by_itself():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("config", [transformers.LlamaConfig, transformers.Qwen3Config])
+def test_decoders_that_attend_in_both_directions(config):
+    """By Transformers' own switch."""
+    ids, mask = padded(tokens(), (21, 13, 1), "bert")
+    states = []
+    for attention in ("sdpa", "yoso_expectation"):
+        torch.manual_seed(0)
+        model = transformers.AutoModel.from_config(
+            config(**LONG, num_key_value_heads=2, is_causal=False), attn_implementation=attention
+        ).eval()
+        states.append(model(ids, attention_mask=mask).last_hidden_state[mask.bool()])
+    torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_model_with_layers_that_keep_their_softmax_compiles_into_one_graph():
+    torch.compiler.reset()
+    config = transformers.ModernBertConfig(
+        **LONG,
+        local_attention=8,
+        global_attn_every_n_layers=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config, attn_implementation="yoso").eval()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens()).last_hidden_state, model(tokens()).last_hidden_state)
+
+
+@torch.no_grad()
 def test_a_part_of_a_model_by_its_configuration():
     """CLIP, whose texts are causal: its pictures get YOSO, and its texts keep their softmax."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -358,6 +392,10 @@ def test_what_yoso_cannot_compute_is_refused():
     pairs = torch.ones(3, 1, 21, 21, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"attention_mask of shape \[B, N\].*got \[3, 1, 21, 21\]"):
         build("bert", "yoso")(tokens(), attention_mask=pairs)
+    # a bias of keys is no mask
+    for bias in (torch.zeros(3, 1, 1, 21, requires_grad=True), torch.linspace(0, 1, 21).expand(3, 1, 1, 21)):
+        with pytest.raises(ValueError, match="needs a floating-point attention_mask of 0 for real tokens"):
+            build("bert", "yoso")(tokens(), attention_mask=bias)
     layer = build("bert", "yoso").encoder.layer[0].attention.self
     rows = torch.randn(1, 4, 5, 8)
     with pytest.raises(ValueError, match="cannot use the position_bias of BertSelfAttention"):
@@ -392,6 +430,12 @@ def test_models_that_would_ignore_the_name_are_refused(attention):
     # attention by names of their own, by a name that is looked up in the wrong place, and none by name beside some
     for model_class in (transformers.SamModel, transformers.Kosmos2_5Model, transformers.Gemma3nAudioEncoder):
         assert not takes_attention(model_class)
+    # of a class of another module, and of one without a source
+    for base in (transformers.DebertaV2Model, transformers.MPNetModel):
+        derived = type("Derived", (base,), {"__module__": "builtins"})
+        assert not takes_attention(derived)
+    derived = type("Derived", (transformers.DebertaV2Model,), {"__module__": __name__})
+    assert not takes_attention(derived)
     # all other names go where they went before
     assert transformers.AutoModel.from_config(config, attn_implementation="eager") is not None
 
@@ -399,6 +443,9 @@ def test_models_that_would_ignore_the_name_are_refused(attention):
 def test_models_that_transformers_knows_no_sdpa_for_are_taken_where_all_layers_look_their_attention_up():
     names = ["SplinterModel", "Speech2TextModel", "MarkupLMModel", "AlignTextModel", "NllbMoeModel", "BertModel"]
     assert all(takes_attention(getattr(transformers, name)) for name in names)
+    # derived here, and typed in
+    for module in (__name__, "builtins"):
+        assert takes_attention(type("Derived", (transformers.BertForMaskedLM,), {"__module__": module}))
 
 
 def test_settings_are_those_of_the_configuration(tmp_path, monkeypatch):

@@ -26,6 +26,8 @@ logger = logging.get_logger(__name__)
 UNSUPPORTED = ("position_bias", "head_mask")
 # those that sdpa drops or refuses as well
 UNSUPPORTED_BY_SDPA = ("s_aux", "sinks", "softcap")
+# what masks in floating point add to the logarithm of a masked token's weight, at most
+LARGEST_OF_MASKED = -1e3
 # parameters of a layer that may attend to other tokens than its own
 OTHER_TOKENS = {"key_value_states", "encoder_hidden_states", "cross_attention_states", "key", "keys"}
 
@@ -110,7 +112,10 @@ def is_delegated(module: nn.Module, query: Tensor, key: Tensor, **kwargs) -> boo
         ValueError: a causal layer outside an encoder-decoder model, or a sink.
     """
     _refuse(UNSUPPORTED_BY_SDPA, module, kwargs)
-    causal = kwargs.get("is_causal") or getattr(module, "is_causal", False)
+    # what is passed comes first, as with sdpa: decoders can be made to attend in both directions
+    causal = kwargs.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", False)
     if causal and not getattr(module.config, "is_encoder_decoder", False):
         raise ValueError(
             f'attn_implementation="yoso" needs an encoder, but {type(module).__name__} is causal: '
@@ -164,7 +169,7 @@ def key_mask_of(attention_mask: Tensor | None) -> Tensor | None:
     """The mask of keys, bool [B, N], in an attention mask [B, 1, 1, N], bool or to be added to softmax's weights.
 
     Raises:
-        ValueError: a mask that differs by query or head.
+        ValueError: a mask that differs by query or head, or that adds something to the weights of real tokens.
     """
     if attention_mask is None:
         return None
@@ -174,8 +179,18 @@ def key_mask_of(attention_mask: Tensor | None) -> Tensor | None:
             f"{list(attention_mask.shape)}: it cannot mask single pairs of tokens"
         )
     key_mask = attention_mask.squeeze((1, 2))
+    if not key_mask.is_floating_point():
+        return key_mask
     # some models make their masks by themselves, to be added to softmax's weights (LayoutLM)
-    return key_mask == 0 if key_mask.is_floating_point() else key_mask
+    real = key_mask == 0
+    # a graph cannot ask what a tensor holds
+    can_ask = not (torch.compiler.is_compiling() or key_mask.is_meta)
+    if key_mask.requires_grad or (can_ask and not (real | (key_mask <= LARGEST_OF_MASKED)).all()):
+        raise ValueError(
+            f'attn_implementation="yoso" needs a floating-point attention_mask of 0 for real tokens and at most '
+            f"{LARGEST_OF_MASKED} for others: it adds nothing else to weights"
+        )
+    return real
 
 
 def yoso_attention_forward(
@@ -212,10 +227,12 @@ def yoso_expectation_attention_forward(
 
 def _attention(module, query, key, value, attention_mask, exact, **kwargs) -> tuple[Tensor, None]:
     if is_delegated(module, query, key, **kwargs):
-        logger.warning_once(
-            f"Softmax remains where {type(module).__name__} is causal, has a sliding window, or may attend to other "
-            "tokens than its own; YOSO computes the other layers, if there are any."
-        )
+        # a warning would break a compiled model's graph
+        if not torch.compiler.is_compiling():
+            logger.warning_once(
+                f"Softmax remains where {type(module).__name__} is causal, has a sliding window, or may attend to "
+                "other tokens than its own; YOSO computes the other layers, if there are any."
+            )
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     _refuse(UNSUPPORTED, module, kwargs)
     # not of a layer that keeps its softmax: a decoder may have more of them than the settings are for
@@ -287,10 +304,25 @@ IMPLEMENTATIONS = {
 
 @functools.cache
 def takes_attention(model_class: type[PreTrainedModel]) -> bool:
-    """Whether a model looks its attention up by name, in all parts of it as far as its source shows."""
-    if not model_class._can_set_attn_implementation():
-        return False
-    source = inspect.getsource(sys.modules[model_class.__module__])
+    """Whether a model looks its attention up by name, in all parts of it as far as its source shows.
+
+    And that of the models that it derives from; of a class that was typed in, there is none.
+    """
+    found = False
+    for base in model_class.__mro__:
+        if not issubclass(base, PreTrainedModel) or base is PreTrainedModel:
+            continue
+        try:
+            source = inspect.getsource(sys.modules[base.__module__])
+        except (OSError, TypeError):
+            continue
+        if not base._can_set_attn_implementation() or not _looks_up_attention(source):
+            return False
+        found = True
+    return found
+
+
+def _looks_up_attention(source: str) -> bool:
     # classes by name, of which none is YOSO's (SAM); an attribute that there never is (KOSMOS-2.5)
     if re.search(r"_CLASSES\[(self\.)?config\._attn_implementation\]|getattr\(\s*ALL_ATTENTION_FUNCTIONS", source):
         return False
