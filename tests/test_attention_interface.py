@@ -444,7 +444,7 @@ def test_models_that_transformers_knows_no_sdpa_for_are_taken_where_all_layers_l
     names = ["SplinterModel", "Speech2TextModel", "MarkupLMModel", "AlignTextModel", "NllbMoeModel", "BertModel"]
     assert all(takes_attention(getattr(transformers, name)) for name in names)
     # derived here, and typed in
-    for module in (__name__, "builtins"):
+    for module in (__name__, "builtins", "no.module"):
         assert takes_attention(type("Derived", (transformers.BertForMaskedLM,), {"__module__": module}))
 
 

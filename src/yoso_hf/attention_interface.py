@@ -313,7 +313,7 @@ def takes_attention(model_class: type[PreTrainedModel]) -> bool:
         if not issubclass(base, PreTrainedModel) or base is PreTrainedModel:
             continue
         try:
-            source = inspect.getsource(sys.modules[base.__module__])
+            source = inspect.getsource(sys.modules.get(base.__module__))
         except (OSError, TypeError):
             continue
         if not base._can_set_attn_implementation() or not _looks_up_attention(source):
