@@ -2,6 +2,8 @@
 // keys, of which it is all.
 #include "tiled_attention.h"
 
+#include <limits>
+
 namespace yoso {
 namespace {
 

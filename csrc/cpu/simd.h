@@ -165,7 +165,8 @@ class Buffer {
     const std::align_val_t alignment{bytes < kHugePage ? 64 : kHugePage};
     void* const data = ::operator new(bytes, alignment, std::nothrow);
     // torch's own words, see empty_tensor
-    STD_TORCH_CHECK(data != nullptr, "DefaultCPUAllocator: can't allocate memory. Tried to allocate ", bytes, " bytes.");
+    STD_TORCH_CHECK(data != nullptr, "DefaultCPUAllocator: can't allocate memory. Tried to allocate ", bytes,
+                    " bytes.");
     data_ = std::unique_ptr<T, Free>(static_cast<T*>(data), Free{alignment});
     advise_huge_pages(data_.get(), bytes);
   }
