@@ -226,8 +226,8 @@ def main(argv: list[str] | None = None) -> None:
     args, training_args = parse_arguments([GlueArguments, TrainingArguments], argv)
     check_arguments(args, training_args)
     splits = needed_splits(args.task_name, training_args)
-    train_files = [args.train_file] if args.train_file else []
-    description = describe_run(training_args, train_files, script="run_glue", **args.of_training())
+    inputs = [args.train_file, args.model_name_or_path, args.tokenizer_name]
+    description = describe_run(training_args, inputs, script="run_glue", **args.of_training())
     checkpoint = find_checkpoint(training_args.output_dir, description)
     finished = finished_state(checkpoint)
     weights = finished_weights(checkpoint, finished, training_args) if finished else args.model_name_or_path

@@ -197,7 +197,7 @@ def describe(args: MLMArguments, training_args: TrainingArguments, files: dict[s
         del choices["validation_percentage"]
     return describe_run(
         training_args,
-        files["train_file"],
+        [*files["train_file"], args.model_name_or_path, args.config_file, args.tokenizer_name],
         script="run_mlm",
         do_train=training_args.do_train,
         **choices,

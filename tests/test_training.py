@@ -1,3 +1,5 @@
+import hashlib
+import re
 import shutil
 
 import pytest
@@ -222,20 +224,33 @@ def test_what_decides_the_weights_makes_another_run(tmp_path, name, value):
         find_checkpoint(folder, describe_run(changed, []))
 
 
-def test_processes_and_the_size_of_the_data_make_another_run(tmp_path, monkeypatch):
+def test_processes_and_what_is_read_make_another_run(tmp_path, monkeypatch):
+    """The same size is not the same content; names of the hub, and what else a directory holds, do not count."""
     folder, args = tmp_path / "run", TrainingArguments(output_dir=str(tmp_path))
-    file = tmp_path / "train.jsonl"
-    file.write_text("12345")
-    write_run(folder, describe_run(args, [str(file)]))
+    model, file = tmp_path / "model", tmp_path / "train.jsonl"
+    model.mkdir()
+    weights, log = model / "model.safetensors", model / "all_results.json"
+    contents = {file: "12345", weights: "weights", log: "1"}
+
+    def describe():
+        return describe_run(args, [str(file), str(model), "google-bert/bert-base-uncased", None])
+
+    for path, content in contents.items():
+        path.write_text(content)
+    write_run(folder, describe())
     write_state(folder / "checkpoint-1", 1)
-    assert find_checkpoint(folder, describe_run(args, [str(file)]))
-    file.write_text("123456")
-    with pytest.raises(ValueError, match="train_file_bytes is {.*jsonl': 5} there and {.*jsonl': 6} here"):
-        find_checkpoint(folder, describe_run(args, [str(file)]))
-    file.write_text("54321")
+    log.write_text("2")
+    assert find_checkpoint(folder, describe())
+    for path, other in ((file, "54321"), (weights, "thgiews")):
+        path.write_text(other)
+        digests = [hashlib.sha256(content.encode()).hexdigest() for content in (contents[path], other)]
+        message = f"holds another run: content of {path} is '{digests[0]}' there and '{digests[1]}' here. "
+        with pytest.raises(ValueError, match=re.escape(message)):
+            find_checkpoint(folder, describe())
+        path.write_text(contents[path])
     monkeypatch.setattr(TrainingArguments, "world_size", property(lambda _: 2))
     with pytest.raises(ValueError, match="holds another run: world_size is 1 there and 2 here"):
-        find_checkpoint(folder, describe_run(args, [str(file)]))
+        find_checkpoint(folder, describe())
 
 
 def test_a_run_that_saved_nothing_gives_way(tmp_path):

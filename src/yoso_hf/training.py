@@ -1,6 +1,7 @@
 """What the training scripts share: arguments, run directories, and loading a pretrained model."""
 
 import gc
+import hashlib
 import json
 import math
 import os
@@ -59,6 +60,12 @@ _TRAINER_CHOICES = (
     "load_best_model_at_end",
     "metric_for_best_model",
     "greater_is_better",
+)
+
+# of a checkpoint's directory, what decides what is learned from it
+_MODEL_FILES = (
+    *("config.json", "*.safetensors", "pytorch_model*.bin"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
 )
 
 
@@ -126,12 +133,13 @@ def _yaml_arguments(path: str) -> list[str]:
     return arguments
 
 
-def describe_run(training_args: TrainingArguments, train_files: Iterable[str], **choices: Any) -> dict[str, Any]:
-    """What makes two commands the same run: the script's own choices, the optimiser's settings and the data's size.
+def describe_run(training_args: TrainingArguments, inputs: Iterable[str | None], **choices: Any) -> dict[str, Any]:
+    """What makes two commands the same run: the script's own choices, the optimiser's settings and what is read.
 
     Args:
         training_args: Trainer's arguments; those that only report or place the run are left out.
-        train_files: the files that are trained on, all of which exist.
+        inputs: files to train on, and files, directories or names of the hub that a model or a tokenizer comes from.
+            Of what is on this machine, the content counts.
         choices: the script's arguments that decide what is learned; values that JSON can hold.
 
     Returns:
@@ -142,8 +150,24 @@ def describe_run(training_args: TrainingArguments, train_files: Iterable[str], *
         **choices,
         **{name: trainer_arguments[name] for name in _TRAINER_CHOICES},
         "world_size": training_args.world_size,
-        "train_file_bytes": {path: os.path.getsize(path) for path in train_files},
+        **{f"content of {file}": _digest(file) for path in inputs if path for file in _files_of(Path(path))},
     }
+
+
+def _files_of(path: Path) -> list[Path]:
+    """A file itself, what a directory holds of a model or a tokenizer, and nothing of a name of the hub."""
+    if path.is_dir():
+        return sorted({file for pattern in _MODEL_FILES for file in path.glob(pattern) if file.is_file()})
+    return [path] if path.is_file() else []
+
+
+def _digest(path: Path) -> str:
+    # hashlib.file_digest is of Python 3.11
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def find_checkpoint(output_dir: str | os.PathLike, description: dict[str, Any]) -> str | None:
