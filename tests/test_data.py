@@ -316,6 +316,15 @@ def test_what_cannot_be_read_later_is_named_too(first, second, reason, tmp_path)
         list(texts)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_of_blank_lines_holds_no_documents(tmp_path, streaming):
+    (tmp_path / "blank.txt").write_text("\n\n \n")
+    files = find_files([str(tmp_path / "blank.txt")], "--train_file")
+    documents = read_files(files, "--train_file", streaming=streaming)
+    with pytest.raises(ValueError, match="^--train_file holds no documents"):
+        select_text(documents, "text", "--train_file")
+
+
 def test_empty_dataset_is_refused():
     documents = Dataset.from_dict({"text": []})
     with pytest.raises(ValueError, match="--train_file holds no documents"):

@@ -862,6 +862,10 @@ BAD_INPUT = {
         {"train_file": [SST2 | {"label": [0, 1]}]},
         "column 'label' must hold one label a row",
     ),
+    "labels of two types": (
+        {"task_name": None, "train_file": [{"text": "a", "label": "0"}, {"text": "b", "label": 0}]},
+        "column 'label' must hold one label a row, all texts or all numbers",
+    ),
     "attention": (
         {"architecture": "yoso", "attn_implementation": "eager"},
         "--attn_implementation eager has no effect on Yoso",

@@ -98,6 +98,9 @@ def _read_paragraphs(files: list[str], streaming: bool) -> Dataset | IterableDat
     features, arguments = Features({"text": Value("string")}), {"files": files}
     if streaming:
         return IterableDataset.from_generator(_paragraphs, features=features, gen_kwargs=arguments)
+    if next(_paragraphs(files), None) is None:
+        # which from_generator refuses, in words of its own
+        return Dataset.from_dict({"text": []}, features=features)
     # as load_dataset, which knows a file by its path, size and time
     status = [(os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files]
     fingerprint = Hasher.hash(["paragraphs", _ENCODING, status])
