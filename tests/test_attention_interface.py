@@ -11,7 +11,13 @@ from transformers.masking_utils import sdpa_mask
 from yoso_hf import HashFunctions, YosoConfig, YosoModel, yoso_attention
 from yoso_hf import attention as attention_module
 from yoso_hf.attention import EXACT_TOKENS_PER_HASH
-from yoso_hf.attention_interface import SETTINGS, _kept_hash_functions, takes_attention, yoso_attention_forward
+from yoso_hf.attention_interface import (
+    SETTINGS,
+    _kept_hash_functions,
+    takes_attention,
+    yoso_attention_forward,
+    yoso_expectation_attention_forward,
+)
 from yoso_hf.fitting import fit_hash_code_len
 
 VOCAB_SIZE = 99
@@ -427,8 +433,15 @@ def test_models_that_would_ignore_the_name_are_refused(attention):
     ):
         with pytest.raises(ValueError, match=f'Model does not take attn_implementation="{attention}"'):
             transformers.AutoModel.from_config(other, attn_implementation=attention)
-    # attention by names of their own, by a name that is looked up in the wrong place, and none by name beside some
-    for model_class in (transformers.SamModel, transformers.Kosmos2_5Model, transformers.Gemma3nAudioEncoder):
+    # attention by names of their own, by a name that is looked up in the wrong place, none by name beside some,
+    # PyTorch's own layers of attention, and models of another library
+    for model_class in (
+        transformers.SamModel,
+        transformers.Kosmos2_5Model,
+        transformers.Gemma3nAudioEncoder,
+        transformers.BridgeTowerModel,
+        transformers.TimmWrapperModel,
+    ):
         assert not takes_attention(model_class)
     # of a class of another module, and of one without a source
     for base in (transformers.DebertaV2Model, transformers.MPNetModel):
@@ -442,6 +455,10 @@ def test_models_that_would_ignore_the_name_are_refused(attention):
 
 def test_models_that_transformers_knows_no_sdpa_for_are_taken_where_all_layers_look_their_attention_up():
     names = ["SplinterModel", "Speech2TextModel", "MarkupLMModel", "AlignTextModel", "NllbMoeModel", "BertModel"]
+    # PyTorch's layers of attention in a pooling, and across
+    names += ["SiglipModel", "AriaModel"]
+    # a part of models that take it
+    names.append("TimmBackbone")
     assert all(takes_attention(getattr(transformers, name)) for name in names)
     # derived here, and typed in
     for module in (__name__, "builtins", "no.module"):
@@ -586,3 +603,50 @@ def test_lower_precision_stays_close(dtype):
     softmax = build("bert", "sdpa")(ids, attention_mask=mask).last_hidden_state[mask.bool()]
     rounded = build("bert", "sdpa").to(dtype)(ids, attention_mask=mask).last_hidden_state[mask.bool()]
     assert (result - expected).square().mean() < 4 * (rounded - softmax).square().mean()
+
+
+@pytest.mark.parametrize("settings", [{}, {"yoso_similarity": "cosine", "yoso_normalization": "l2"}])
+def test_weights_are_those_of_the_output(settings):
+    """Grouped keys and padding; eager's weights are the truth of softmax's, the output is that of both."""
+    layer = torch.nn.Module()
+    layer.config = transformers.BertConfig(**settings)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+    key_mask = (torch.arange(7) < torch.tensor([[7], [4]]))[:, None, None]
+    given = (layer, query, key, value, key_mask)
+    out, weights = yoso_expectation_attention_forward(*given, output_attentions=True)
+    assert yoso_expectation_attention_forward(*given)[1] is None
+    expected = (weights @ value.repeat_interleave(2, dim=1)).transpose(1, 2)
+    if settings:
+        expected = torch.nn.functional.normalize(expected, dim=-1)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert weights[1, ..., 4:].eq(0).all()
+    with pytest.raises(ValueError, match='output_attentions=True needs attn_implementation="yoso_expectation" or'):
+        yoso_attention_forward(*given, output_attentions=True)
+
+
+def test_a_model_gives_the_weights_of_eager():
+    ids, mask = padded(tokens(), (21, 8, 3), "bert")
+    outputs = [
+        build("bert", attention)(ids, attention_mask=mask, output_attentions=True)
+        for attention in ("yoso_expectation", "eager")
+    ]
+    assert len(outputs[0].attentions) == CONFIGS["bert"].num_hidden_layers
+    for weights, expected in zip(*(output.attentions for output in outputs), strict=True):
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_one_mask_for_a_batch_is_broadcast_as_by_sdpa():
+    ids = tokens()
+    mask = (torch.arange(ids.shape[1]) < 9)[None, None, None]
+    results = [build("bert", attention)(ids, attention_mask=mask).last_hidden_state for attention in ("yoso", "sdpa")]
+    torch.testing.assert_close(results[0][:, :9], results[1][:, :9], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace:DeprecationWarning")
+def test_jit_trace_takes_the_exact_kernel_where_it_is_the_cheaper():
+    ids, mask = padded(tokens(), (21, 8, 3), "bert")
+    model = build("bert", "yoso", return_dict=False)
+    states = torch.jit.trace(model, (ids[:, :15], mask[:, :15]))(ids, mask)[0]
+    torch.testing.assert_close(states, model(ids, mask)[0])

@@ -85,8 +85,11 @@ def exact_is_cheaper(
         kernels, SOFTMAX_TOKENS_PER_HASH_ON_CUDA stands in place of that, and without compiled kernels all is exact.
 
     Raises:
-        ValueError: torch.export with a dynamic length or strict=True; an exported program has one of the two kernels.
+        ValueError: num_hash or similarity is out of range; torch.export with a dynamic length or strict=True: an
+            exported program has one of the two kernels.
     """
+    check_integer("num_hash", num_hash, 1)
+    _check_similarity(similarity)
     if _is_exporting_any_length(num_queries, num_keys):
         raise ValueError(
             'expectation="auto" (use_expectation of a model, yoso_use_expectation of an encoder) cannot be exported '
@@ -383,6 +386,11 @@ def _refuse_tangents(*tensors: Tensor) -> None:
         raise NotImplementedError("YOSO attention has no forward-mode derivatives, as torch.func.jvp and jacfwd take")
 
 
+def _check_similarity(similarity: str) -> None:
+    if similarity not in SIMILARITIES:
+        raise ValueError(f"similarity must be one of {SIMILARITIES}, got {similarity!r}")
+
+
 def _check(query, key, value, key_mask, normalization, backward, expectation, similarity, local_window, scale) -> None:
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
@@ -420,8 +428,7 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
     # 1 == True, but the range of hash_code_len and the settings' defaults go by True itself
     if not isinstance(expectation, bool) and expectation != "auto":
         raise ValueError(f"expectation must be one of {EXPECTATIONS}, got {expectation!r}")
-    if similarity not in SIMILARITIES:
-        raise ValueError(f"similarity must be one of {SIMILARITIES}, got {similarity!r}")
+    _check_similarity(similarity)
     if similarity == "softmax" and normalization != "sum":
         raise ValueError(f'similarity="softmax" needs normalization="sum", as softmax has it, got {normalization!r}')
     if scale is not None and (similarity != "softmax" or not 0 < scale < math.inf):

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 from transformers.utils import logging
 
-from .attention import yoso_attention
+from .attention import attention_weights, exact_is_cheaper, yoso_attention
 from .hashing import HashFunctions
 
 logger = logging.get_logger(__name__)
@@ -165,8 +165,8 @@ def _refuse(names: tuple[str, ...], module: nn.Module, kwargs: dict) -> None:
             raise ValueError(f'attn_implementation="yoso" cannot use the {name} of {type(module).__name__}')
 
 
-def key_mask_of(attention_mask: Tensor | None) -> Tensor | None:
-    """The mask of keys, bool [B, N], in an attention mask [B, 1, 1, N], bool or to be added to softmax's weights.
+def key_mask_of(attention_mask: Tensor | None, batch_size: int) -> Tensor | None:
+    """The mask of keys, bool [B, N], in an attention mask [B or 1, 1, 1, N], bool or added to softmax's logarithms.
 
     Raises:
         ValueError: a mask that differs by query or head, or that adds something to the weights of real tokens.
@@ -179,6 +179,8 @@ def key_mask_of(attention_mask: Tensor | None) -> Tensor | None:
             f"{list(attention_mask.shape)}: it cannot mask single pairs of tokens"
         )
     key_mask = attention_mask.squeeze((1, 2))
+    if key_mask.shape[0] == 1:
+        key_mask = key_mask.expand(batch_size, -1)
     if not key_mask.is_floating_point():
         return key_mask
     # some models make their masks by themselves, to be added to softmax's weights (LayoutLM)
@@ -209,11 +211,11 @@ def yoso_attention_forward(
             yoso_similarity="softmax".
 
     Returns:
-        The output [B, N, H, D], and None in place of weights.
+        The output [B, N, H, D]; the weights [B, H, N, N] with output_attentions=True, else None.
 
     Raises:
         ValueError: a causal layer of a model without an encoder, a mask of pairs, a bias of positions, a setting out
-            of range.
+            of range, output_attentions=True without yoso_use_expectation=True.
     """
     return _attention(module, query, key, value, attention_mask, False, **kwargs)
 
@@ -237,8 +239,18 @@ def _attention(module, query, key, value, attention_mask, exact, **kwargs) -> tu
     _refuse(UNSUPPORTED, module, kwargs)
     # not of a layer that keeps its softmax: a decoder may have more of them than the settings are for
     settings = attention_settings(module, exact)
-    key_mask, scale = key_mask_of(attention_mask), kwargs.get("scaling")
-    return yoso_from_settings(module, query, key, value, key_mask, settings, scale), None
+    key_mask, scale = key_mask_of(attention_mask, query.shape[0]), kwargs.get("scaling")
+    weights = None
+    if kwargs.get("output_attentions"):
+        if settings["use_expectation"] is not True:
+            raise ValueError(
+                'output_attentions=True needs attn_implementation="yoso_expectation" or yoso_use_expectation=True, '
+                f"got yoso_use_expectation={settings['use_expectation']!r}: sampled attention never forms its weights"
+            )
+        kernel = {name: settings[name] for name in ("hash_code_len", "normalization", "similarity")}
+        repeated = repeat_kv(key, query.shape[1] // key.shape[1])
+        weights = attention_weights(query, repeated, key_mask, scale=scale, **kernel)
+    return yoso_from_settings(module, query, key, value, key_mask, settings, scale), weights
 
 
 def yoso_from_settings(
@@ -262,7 +274,7 @@ def yoso_from_settings(
         hash_code_len=settings["hash_code_len"],
         num_hash=settings["num_hash"],
         expectation=settings["use_expectation"],
-        hash_functions=_hash_functions(module, query, settings),
+        hash_functions=_hash_functions(module, query, key, settings),
         normalization=settings["normalization"],
         backward=settings["backward"],
         similarity=settings["similarity"],
@@ -272,9 +284,13 @@ def yoso_from_settings(
     return out.transpose(1, 2).contiguous()
 
 
-def _hash_functions(module: nn.Module, query: Tensor, settings: dict) -> HashFunctions | None:
-    seed = settings["hash_seed"]
-    if module.training or seed is None or settings["use_expectation"] is True:
+def _hash_functions(module: nn.Module, query: Tensor, key: Tensor, settings: dict) -> HashFunctions | None:
+    seed, exact = settings["hash_seed"], settings["use_expectation"]
+    if exact == "auto":
+        exact = exact_is_cheaper(
+            query.shape[2], key.shape[2], settings["num_hash"], settings["similarity"], query.device.type
+        )
+    if module.training or seed is None or exact:
         return None
     lengths = settings["hash_code_len"]
     longest = max(lengths) if isinstance(lengths, (list, tuple)) else lengths
@@ -323,15 +339,20 @@ def takes_attention(model_class: type[PreTrainedModel]) -> bool:
 
 
 def _looks_up_attention(source: str) -> bool:
-    # classes by name, of which none is YOSO's (SAM); an attribute that there never is (KOSMOS-2.5)
-    if re.search(r"_CLASSES\[(self\.)?config\._attn_implementation\]|getattr\(\s*ALL_ATTENTION_FUNCTIONS", source):
+    # classes by name, of which none is YOSO's (SAM); an attribute that there never is (KOSMOS-2.5); models of timm,
+    # other than its backbones, which are parts of models that do (DETR)
+    if re.search(
+        r"_CLASSES\[(self\.)?config\._attn_implementation\]|getattr\(\s*ALL_ATTENTION_FUNCTIONS|self\.timm_model\b",
+        source,
+    ):
         return False
     # transformers looks for one layer that does; another of the same model may have a softmax of its own. That of
-    # deformable attention is of a few points of another picture, and that of poolings and maps no layer's
+    # deformable attention is of a few points of another picture, that of poolings and maps no layer's, and attention
+    # to something else keeps softmax anyway
     layers = re.split(r"^class ", source, flags=re.MULTILINE)
     return not any(
-        re.match(r"(?!\w*Deformable)\w*Attention\(nn\.Module\)", layer)
-        and "softmax(" in layer
+        re.match(r"(?!\w*(Deformable|Cross))\w*Attention\(nn\.Module\)", layer)
+        and re.search(r"softmax\(|\bMultiheadAttention\(", layer)
         and "get_interface(" not in layer
         for layer in layers
     )
