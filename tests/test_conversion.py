@@ -1,8 +1,10 @@
+import fnmatch
 import importlib.util
 import json
 import pydoc_data.topics
 import re
 import shlex
+import shutil
 import string
 import subprocess
 import sys
@@ -25,7 +27,7 @@ from transformers import (
 )
 
 import yoso_hf
-from yoso_hf import YosoConfig, YosoForMaskedLM
+from yoso_hf import YosoConfig, YosoForMaskedLM, conversion
 from yoso_hf import attention as attention_module
 from yoso_hf.conversion import convert_checkpoint, lengthen_positions
 from yoso_hf.data import train_tokenizer
@@ -426,6 +428,86 @@ def test_a_checkpoint_without_tokenizer(kind, tokenizers, tmp_path):
         with pytest.raises(ValueError, match=f"{source} holds none: give another tokenizer_name"):
             convert_checkpoint(source, tmp_path / "other", **changes)
     assert not (tmp_path / "other").exists()
+
+
+def sentence_encoder(tokenizer, folder, longest):
+    """An encoder of sentence-transformers with a module that has weights; other poolings than the usual one."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    modules = importlib.import_module("sentence_transformers.models")
+    save(make_model("bert", "Model", tokenizer), tokenizer, folder)
+    encoder = sentence_transformers.SentenceTransformer(
+        device="cpu",
+        modules=[
+            modules.Transformer(str(folder)),
+            modules.Pooling(SIZES["hidden_size"], "cls"),
+            modules.Dense(SIZES["hidden_size"], 7),
+            modules.Normalize(),
+        ],
+    )
+    encoder.save(str(folder))
+    settings = json.loads((folder / "sentence_bert_config.json").read_text())
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings | {"max_seq_length": longest}))
+    return sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("length", [None, 3 * POSITIONS])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_checkpoint_of_sentence_transformers_stays_one(length, tokenizers, tmp_path):
+    original = sentence_encoder(tokenizers["bert"], tmp_path / "original", POSITIONS - 4)
+    report = convert_checkpoint(tmp_path / "original", tmp_path / "yoso", max_position_embeddings=length)
+    assert "1_Pooling/config.json, 2_Dense/config.json, 2_Dense/model.safetensors" in report.notes[0]
+    converted = type(original)(str(tmp_path / "yoso"), device="cpu")
+    assert type(converted[0].auto_model) is yoso_hf.YosoModel
+    short, long = "the", "is the " * 50
+    assert original.max_seq_length == POSITIONS - 4
+    embeddings = [encoder.encode([short, long], convert_to_tensor=True) for encoder in (original, converted)]
+    torch.testing.assert_close(embeddings[0][0], embeddings[1][0], **CLOSE)
+    # the long text is cut where it was before, or at the new length
+    assert converted.max_seq_length == (length or POSITIONS - 4)
+    assert torch.allclose(embeddings[0][1], embeddings[1][1], **CLOSE) == (length is None)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_hub_checkpoint_of_sentence_transformers(tokenizers, tmp_path, monkeypatch):
+    """Of the hub's files, only those that are needed are read."""
+    folder = tmp_path / "hub" / "encoder"
+    sentence_encoder(tokenizers["bert"], folder, POSITIONS)
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.onnx").write_text("large")
+    cached = tmp_path / "cached"
+
+    def snapshot_download(source, allow_patterns):
+        assert source == "hub/encoder"
+        cached.mkdir(exist_ok=True)
+        for file in folder.rglob("*"):
+            name = file.relative_to(folder).as_posix()
+            if file.is_file() and any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
+                (cached / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, cached / name)
+        return str(cached)
+
+    monkeypatch.setattr(conversion, "snapshot_download", snapshot_download)
+    found = conversion._find_sentence_files("hub/encoder")
+    assert found == {file.relative_to(cached).as_posix(): file for file in cached.rglob("*") if file.is_file()}
+    assert not {"onnx/model.onnx", "model.safetensors"} & found.keys()
+    assert {"modules.json", "1_Pooling/config.json", "2_Dense/model.safetensors"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ([{"path": "0_BERT"}, {"path": "1_Pooling"}], "the encoder first, with an empty path, .*'0_BERT'"),
+        ([{"path": ""}, {"path": "../other"}], "in folders beside it, got the paths \\['', '../other'\\]"),
+        ([{"path": ""}, {"path": ""}], "in folders beside it"),
+        ([], "modules.json cannot be read"),
+    ],
+)
+def test_modules_that_do_not_follow_the_encoder_are_refused(modules, message, tokenizers, tmp_path):
+    source = save(make_model("bert", "Model", tokenizers["bert"]), tokenizers["bert"], tmp_path / "original")
+    (source / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(source, tmp_path / "yoso")
+    assert not (tmp_path / "yoso").exists()
 
 
 def test_half_precision_becomes_float32(tokenizers, tmp_path):

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -54,6 +56,9 @@ def _of_yoso_config(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 REPORT_FILE = "conversion.json"
+# what sentence-transformers keeps beside an encoder: its settings of it, and what follows the encoder
+_SENTENCE_SETTINGS = "sentence_*_config.json"
+_SENTENCE_MODULES = "modules.json"
 POSITION_METHODS = ("tile", "interpolate")
 # what a softmax model's attention becomes unless the caller says otherwise, as with attn_implementation="yoso"
 SOFTMAX_ATTENTION = _of_yoso_config(SETTINGS)
@@ -270,7 +275,8 @@ def convert_checkpoint(
 
     Every weight and every head with an exact counterpart is kept; the rest is new, drawn from torch's global
     generator. A softmax model's attention stays the same where it is computed exactly; where it is sampled, it is an
-    estimate of that without bias, whose noise moves the outputs. A YOSO model keeps its own.
+    estimate of that without bias, whose noise moves the outputs. A YOSO model keeps its own. A checkpoint of
+    sentence-transformers stays one, with its pooling and what else follows.
 
     Args:
         source: hub name or directory of a BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA or Yoso checkpoint; or a file of
@@ -342,6 +348,10 @@ def convert_checkpoint(
         position_method = "cut"
     if tokenizer is None:
         read.notes.append(f"no tokenizer: {source} holds none")
+    # before anything is written, as the hub may not answer
+    sentence_files = {} if is_file else _find_sentence_files(str(source))
+    if sentence_files:
+        read.notes.append(f"a checkpoint of sentence-transformers, kept with {', '.join(sorted(sentence_files))}")
     report = ConversionReport(
         source=str(source),
         source_architecture=read.architecture,
@@ -365,6 +375,11 @@ def convert_checkpoint(
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        for name, file in sentence_files.items():
+            (folder / name).parent.mkdir(exist_ok=True, parents=True)
+            shutil.copyfile(file, folder / name)
+        if max_position_embeddings is not None:
+            _set_longest_sentence(folder, length)
         write_text(folder / REPORT_FILE, json.dumps(dataclasses.asdict(report), indent=2) + "\n")
     return report
 
@@ -451,6 +466,38 @@ def _read_tokenizer(name_or_path: str | os.PathLike) -> PreTrainedTokenizerBase 
     tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     # where there are no files, transformers makes up a tokenizer that knows its special tokens alone
     return None if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens) else tokenizer
+
+
+def _find_sentence_files(source: str) -> dict[str, Path]:
+    """The files that make a checkpoint one of sentence-transformers, by their names in it; none of another."""
+    patterns = [_SENTENCE_MODULES, "config_sentence_transformers.json", _SENTENCE_SETTINGS]
+    root = _folder_with(source, patterns)
+    if not (root / _SENTENCE_MODULES).is_file():
+        return {}
+    with _naming_damage(root / _SENTENCE_MODULES):
+        modules = json.loads((root / _SENTENCE_MODULES).read_text(encoding="utf-8"))
+        encoder, *folders = (module["path"] for module in modules)
+    # it would stay what it was
+    if encoder or any(not folder or ".." in Path(folder).parts or Path(folder).is_absolute() for folder in folders):
+        raise ValueError(
+            f"{root / _SENTENCE_MODULES} must have the encoder first, with an empty path, and the others in folders "
+            f"beside it, got the paths {[encoder, *folders]}"
+        )
+    patterns += [f"{folder}/*" for folder in folders]
+    root = _folder_with(source, patterns)
+    files = [file for pattern in patterns for file in root.glob(pattern) if file.is_file()]
+    return {file.relative_to(root).as_posix(): file for file in files}
+
+
+def _folder_with(source: str, patterns: list[str]) -> Path:
+    return Path(source if os.path.isdir(source) else snapshot_download(source, allow_patterns=patterns))
+
+
+def _set_longest_sentence(folder: Path, length: int) -> None:
+    for file in folder.glob(_SENTENCE_SETTINGS):
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if "max_seq_length" in settings:
+            write_text(file, json.dumps(settings | {"max_seq_length": length}, indent=2) + "\n")
 
 
 def _read_pretrained(source: str) -> _Source:
