@@ -76,8 +76,8 @@ Rows<T> mutable_rows_of(const Tensor& x) {
   return {static_cast<T*>(x.mutable_data_ptr()), x.stride(0), x.stride(1), x.stride(2)};
 }
 
-// An uninitialised tensor. Why torch gives none, the stable ABI does not tell; there is nothing but memory that it could
-// lack. Programs that go on with a smaller batch know torch's own messages.
+// An uninitialised tensor. Why torch gives none, the stable ABI does not tell; there is nothing but memory that it
+// could lack. Programs that go on with a smaller batch know torch's own messages.
 inline Tensor empty_tensor(const Tensor& like, std::initializer_list<int64_t> sizes,
                            std::optional<ScalarType> dtype = std::nullopt) {
   try {

@@ -208,7 +208,8 @@ YOSO_INLINE void add_buckets(Sizes sizes, Side<T>& queries, Side<T>& keys, int64
   int32_t *query_of = scratch.pairs.data(), *key_of = query_of + kListedPairs;
   int64_t num_pairs = 0, num_larger = 0;
   for (int64_t i = 0; i < num_codes; ++i) {
-    const int32_t code = codes[i], first_q = begin_of_bucket(query_ends, code), first_k = begin_of_bucket(key_ends, code);
+    const int32_t code = codes[i];
+    const int32_t first_q = begin_of_bucket(query_ends, code), first_k = begin_of_bucket(key_ends, code);
     const int32_t nq = query_ends[code] - first_q, nk = key_ends[code] - first_k;
     const bool few = int64_t{nq} * nk <= kFewPairs;
     const int32_t numbers = few ? nk : 0;
@@ -228,13 +229,15 @@ YOSO_INLINE void add_buckets(Sizes sizes, Side<T>& queries, Side<T>& keys, int64
   Ahead<T, typename Sizes::Stride> ahead{queries.unit(), keys.unit(), sizes.stride, sizes.stride};
   for (int64_t i = 0; i < num_larger; ++i) {
     if (i + 1 < num_larger) {
-      const int64_t next = codes[i + 1], next_q = begin_of_bucket(query_ends, next), next_k = begin_of_bucket(key_ends, next);
+      const int64_t next = codes[i + 1];
+      const int64_t next_q = begin_of_bucket(query_ends, next), next_k = begin_of_bucket(key_ends, next);
       ahead.query_order = query_order + next_q;
       ahead.key_order = key_order + next_k;
       ahead.queries_left = std::min<int64_t>(query_ends[next] - next_q, kTileRows);
       ahead.keys_left = std::min<int64_t>(key_ends[next] - next_k, kTileRows);
     }
-    const int64_t code = codes[i], first_q = begin_of_bucket(query_ends, code), first_k = begin_of_bucket(key_ends, code);
+    const int64_t code = codes[i];
+    const int64_t first_q = begin_of_bucket(query_ends, code), first_k = begin_of_bucket(key_ends, code);
     const int64_t nq = query_ends[code] - first_q, nk = key_ends[code] - first_k;
     if (nq * nk * (2 * D + Dv) <= 2 * (nq + nk) * D * Dv)
       add_pairs<V>(sizes, queries, query_order + first_q, nq, keys, key_order + first_k, nk, scratch, ahead);
