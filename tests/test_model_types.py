@@ -77,7 +77,8 @@ BIASES = {"position_bias", "softcap", "s_aux", "sinks"}
 # refused although this test sees no reason
 REFUSED = {
     # the part of a model that uses the interface beside one that does not
-    "clap_text_model", "git_vision_model", "granite_speech", "granite_speech_plus", "got_ocr2",
+    "bridgetower_text_model", "clap_text_model", "git_vision_model", "granite_speech", "granite_speech_plus",
+    "got_ocr2",
     # attention without softmax, or of rectangles only
     "mra", "reformer", "rwkv", "yoso", "patchtsmixer", "swiftformer", "cvt", "longformer", "gemma4_audio",
     # says of itself that it is causal, and masks as an encoder, or as it is told
