@@ -619,18 +619,20 @@ def test_a_window_over_all_tokens_is_the_expectation(normalization):
     ("model_class", "labels"),
     [
         (YosoForMultipleChoice, torch.tensor([0, 1, 1, 0, 1, 0])),
+        (YosoForMultipleChoice, torch.tensor([-100, 1, 1, -100, -100, 0])),
         (YosoForSequenceClassification, torch.tensor([0, 2, 1, 1, 0, 2])),
         (YosoForSequenceClassification, torch.tensor([[1.0, 0, 1], [0, 0, 1]] * 3)),
         (YosoForSequenceClassification, torch.arange(6.0)),
     ],
-    ids=["choice", "single label", "multi label", "regression"],
+    ids=["choice", "choice with ignored labels", "single label", "multi label", "regression"],
 )
 def test_losses_of_parts_of_a_batch_add_up_to_its_loss(model_class, labels, counted):
     """As Trainer adds them up over gradient_accumulation_steps: it counts the labels of all, and divides no more."""
     model = make_model(model_class, **({"num_labels": 1} if labels.dim() == 1 and labels.is_floating_point() else {}))
     ids = make_ids(6, 2, 9) if model_class is YosoForMultipleChoice else make_ids(6, 9)
     expected = model(ids, labels=labels).loss
-    count = torch.tensor(labels.numel()) if counted else labels.numel()
+    count = (labels != -100).sum()
+    count = count if counted else count.item()
     parts = [
         model(ids[part], labels=labels[part], num_items_in_batch=count).loss
         for part in (slice(0, 1), slice(1, 3), slice(3, 6))

@@ -614,7 +614,7 @@ class YosoForMultipleChoice(YosoPreTrainedModel):
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see YosoModel, with a
                 dimension for the choices after the batch: [B, choices, N] where YosoModel has [B, N].
-            labels: int64, shape [B], the right choice.
+            labels: int64, shape [B], the right choice; -100 where there is none.
             **kwargs: see YosoModel; num_items_in_batch divides the loss in place of the number of labels.
 
         Returns:
@@ -640,7 +640,8 @@ class YosoForMultipleChoice(YosoPreTrainedModel):
         logits = self.classifier(F.relu(self.pre_classifier(pooled))).view(-1, num_choices)
         loss = None
         if labels is not None:
-            loss = part_of_batch(F.cross_entropy(logits, labels), labels, kwargs.get("num_items_in_batch"))
+            loss = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+            loss = loss / count_labels(labels, kwargs.get("num_items_in_batch"))
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
