@@ -462,6 +462,8 @@ def test_a_checkpoint_of_sentence_transformers_stays_one(length, tokenizers, tmp
     assert original.max_seq_length == POSITIONS - 4
     embeddings = [encoder.encode([short, long], convert_to_tensor=True) for encoder in (original, converted)]
     torch.testing.assert_close(embeddings[0][0], embeddings[1][0], **CLOSE)
+    # with its modules it is a checkpoint, and nothing more
+    convert_checkpoint(tmp_path / "original", tmp_path / "yoso", max_position_embeddings=length, overwrite=True)
     # the long text is cut where it was before, or at the new length
     assert converted.max_seq_length == (length or POSITIONS - 4)
     assert torch.allclose(embeddings[0][1], embeddings[1][1], **CLOSE) == (length is None)
@@ -814,7 +816,7 @@ def test_nothing_is_half_written(tokenizers, tmp_path, monkeypatch):
     source = save(make_model("bert", "Model", tokenizers["bert"]), tokenizers["bert"], tmp_path / "original")
     output = tmp_path / "yoso"
     convert_checkpoint(source, output)
-    (output / "extra").write_text("from before")
+    (output / "vocab.txt").write_text("of another tokenizer")
     before = {path.name: path.read_bytes() for path in output.iterdir()}
 
     def fail(*_args, **_kwargs):
@@ -845,8 +847,23 @@ def test_nothing_is_half_written(tokenizers, tmp_path, monkeypatch):
         convert_checkpoint(source, output)
     convert_checkpoint(source, output, max_position_embeddings=7, overwrite=True)
     assert YosoConfig.from_pretrained(output).max_position_embeddings == 7
-    assert not (output / "extra").exists()
+    assert not (output / "vocab.txt").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["original", "yoso"]
+
+
+def test_only_a_checkpoint_is_overwritten(tokenizers, tmp_path):
+    """Not what lies beside one in a clone of a repository, or in the directory of a training run."""
+    source = save(make_model("bert", "Model", tokenizers["bert"]), tokenizers["bert"], tmp_path / "original")
+    convert_checkpoint(source, tmp_path / "yoso")
+    for name in (".git/HEAD", "checkpoint-100/optimizer.pt", "README.md"):
+        (tmp_path / "yoso" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "yoso" / name).write_text("mine")
+    before = {path: path.read_bytes() for path in (tmp_path / "yoso").rglob("*") if path.is_file()}
+    with pytest.raises(
+        ValueError, match="more than a checkpoint, .git, README.md, checkpoint-100, which would be lost"
+    ):
+        convert_checkpoint(source, tmp_path / "yoso", overwrite=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "yoso").rglob("*") if path.is_file()} == before
 
 
 def test_a_link_to_a_directory_stays(tokenizers, tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fnmatch
 import json
 import os
 import re
@@ -46,7 +47,7 @@ from .modeling_yoso import (
     YosoPreTrainedModel,
     tile_positions,
 )
-from .training import write_text
+from .training import MODEL_FILES, write_text
 
 
 def _of_yoso_config(settings: dict[str, Any]) -> dict[str, Any]:
@@ -293,7 +294,7 @@ def convert_checkpoint(
         tokenizer_name: hub name or directory of the tokenizer; None: the source's, or none where it holds none, as
             a file of the authors.
         texts: what to compare the outputs on; None: they are not compared.
-        overwrite: replace a checkpoint that is in output_dir.
+        overwrite: replace a checkpoint that is in output_dir, if there is nothing else.
 
     Returns:
         The report, which is also saved as conversion.json.
@@ -770,6 +771,17 @@ def _check_output(output_dir: Path, source: str | os.PathLike, overwrite: bool) 
         raise ValueError(f"output_dir {output_dir} is not empty: choose another one, or set overwrite")
     if not (output_dir / "config.json").is_file():
         raise ValueError(f"output_dir {output_dir} holds files but no config.json: only a checkpoint is overwritten")
+    # what lies beside a checkpoint would be lost: a repository, a training run, notes
+    kept = [REPORT_FILE, "generation_config.json", "*.index.json", "*.py", "__pycache__", *MODEL_FILES]
+    kept += [_SENTENCE_MODULES, "config_sentence_transformers.json", _SENTENCE_SETTINGS]
+    kept += [name.partition("/")[0] for name in _find_sentence_files(str(output_dir))]
+    names = sorted(path.name for path in output_dir.iterdir())
+    foreign = [name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in kept)]
+    if foreign:
+        raise ValueError(
+            f"output_dir {output_dir} holds more than a checkpoint, {', '.join(foreign)}, which would be lost: choose "
+            "another one, or move that"
+        )
     if os.path.exists(source) and output_dir.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
         raise ValueError(f"output_dir {output_dir} holds the source {source}: choose another one")
 

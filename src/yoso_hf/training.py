@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -63,7 +64,7 @@ _TRAINER_CHOICES = (
 )
 
 # of a checkpoint's directory, what decides what is learned from it
-_MODEL_FILES = (
+MODEL_FILES = (
     *("config.json", "*.safetensors", "pytorch_model*.bin"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
 )
@@ -108,6 +109,9 @@ def _check_trainer_arguments(args: TrainingArguments) -> None:
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    for name, only in (("eval_do_concat_batches", True), ("batch_eval_metrics", False)):
+        if getattr(args, name) is not only:
+            raise ValueError(f"--{name} must be {str(only).lower()}: metrics are of all batches at once")
     if not 0 <= args.learning_rate < math.inf:
         raise ValueError(f"--learning_rate must be a number of at least 0, got {args.learning_rate}")
     if args.max_steps <= 0 and not 0 < args.num_train_epochs < math.inf:
@@ -118,10 +122,29 @@ def _check_trainer_arguments(args: TrainingArguments) -> None:
         )
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 where PyYAML's 1.1 surprises: `no` is a word, as --save_strategy has it, and 1e-6 a number."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
+    list("-+.0123456789"),
+)
+
+
 def _yaml_arguments(path: str) -> list[str]:
     if not Path(path).is_file():
         raise ValueError(f"the first argument must be a YAML file or an --argument, got {path!r}: no such file")
-    settings = yaml.safe_load(Path(path).read_text())
+    settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must hold `argument: value` lines")
     arguments = []
@@ -157,7 +180,7 @@ def describe_run(training_args: TrainingArguments, inputs: Iterable[str | None],
 def _files_of(path: Path) -> list[Path]:
     """A file itself, what a directory holds of a model or a tokenizer, and nothing of a name of the hub."""
     if path.is_dir():
-        return sorted({file for pattern in _MODEL_FILES for file in path.glob(pattern) if file.is_file()})
+        return sorted({file for pattern in MODEL_FILES for file in path.glob(pattern) if file.is_file()})
     return [path] if path.is_file() else []
 
 
