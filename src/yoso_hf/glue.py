@@ -5,9 +5,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
+import pandas as pd
+import pyarrow.compute as pc
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -65,6 +68,11 @@ TASKS = {
 
 # what an empty cell is read as, in csv files the latter
 _NO_LABEL = (None, "")
+# what is a number in a csv file; 007 is a name
+_NUMBERS = {
+    "int64": r"^-?(0|[1-9][0-9]{0,17})$",
+    "float64": r"^-?(0|[1-9][0-9]*)(\.[0-9]*)?([eE][-+]?[0-9]+)?$",
+}
 _FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -108,21 +116,48 @@ def read_file(argument: str, path: str) -> Table:
         path: a .csv, .json, .jsonl or .parquet file, which `check_file` lets pass.
 
     Returns:
-        Its rows.
+        Its rows. Of a .csv file, a column that holds numbers throughout is of numbers, and every other one is text as
+        it is written there: 007, null.
 
     Raises:
         ValueError: the file cannot be read as its ending says, or holds no rows.
     """
     source, kind = f"--{argument} {path}", _FORMATS[Path(path).suffix.lower()]
-    # a text such as "null" or "NA" is a text, and a path is no glob
-    options = {"keep_default_na": False} if kind == "csv" else {}
     try:
+        options = _csv_options(path) if kind == "csv" else {}
+        # a path is no glob
         rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", **options)
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
         raise ValueError(f"{source}: no rows can be read as {kind}: {error.__cause__ or error}") from error
     if not len(rows):
         raise ValueError(f"{source}: the file holds no rows")
-    return Table(source, rows)
+    return Table(source, _with_plain_types(rows, numbers_are_texts=kind == "csv"))
+
+
+def _csv_options(path: str) -> dict[str, Any]:
+    """What has each cell of a file stay as it is written: pandas, left alone, takes 001 for 1 and null for no text."""
+    first = pd.read_csv(path, nrows=1, dtype=str, keep_default_na=False)
+    # which pandas makes of a field more than the header has
+    if not isinstance(first.index, pd.RangeIndex):
+        raise ValueError(f"the first row has more fields than the header, {', '.join(first.columns)}")
+    features = datasets.Features({column: datasets.Value("string") for column in first.columns})
+    return {"features": features, "keep_default_na": False}
+
+
+def _with_plain_types(rows: datasets.Dataset, *, numbers_are_texts: bool) -> datasets.Dataset:
+    """Numbers as numbers, where a whole column is of them, and classes by their names."""
+    for name, feature in rows.features.items():
+        if isinstance(feature, datasets.ClassLabel):
+            names = [None if index in (None, -1) else feature.names[index] for index in rows[name]]
+            rows = rows.remove_columns(name).add_column(name, names, feature=datasets.Value("string"))
+        elif str(getattr(feature, "dtype", "")).startswith("decimal"):
+            rows = rows.cast_column(name, datasets.Value("float64"))
+        elif numbers_are_texts:
+            for dtype, pattern in _NUMBERS.items():
+                if pc.all(pc.match_substring_regex(rows.data.column(name), pattern)).as_py():
+                    rows = rows.cast_column(name, datasets.Value(dtype))
+                    break
+    return rows
 
 
 def read_hub(task_name: str, splits: Sequence[str]) -> dict[str, Table]:
