@@ -30,9 +30,8 @@
     torchrun --nproc_per_node 2 scripts/run_glue.py configs/glue.yaml --task_name qnli ...
     accelerate launch scripts/run_glue.py configs/glue.yaml --task_name qnli ...
 
-Arguments on the command line override those of the YAML file; all of transformers' TrainingArguments are
-allowed. The same command with the same output_dir resumes from the last checkpoint. all_results.json there
-holds the scores.
+Arguments on the command line override those of the YAML file; transformers' TrainingArguments are allowed. The same
+command with the same output_dir resumes from the last checkpoint. all_results.json there holds the scores.
 """
 
 from dataclasses import dataclass, field
@@ -230,6 +229,11 @@ def main(argv: list[str] | None = None) -> None:
     description = describe_run(training_args, inputs, script="run_glue", **args.of_training())
     checkpoint = find_checkpoint(training_args.output_dir, description)
     finished = finished_state(checkpoint)
+    if checkpoint and not finished and not training_args.do_train:
+        raise ValueError(
+            f"--output_dir {training_args.output_dir} holds a run that has steps left, at {checkpoint}: finish it "
+            "with --do_train, or give that checkpoint as --model_name_or_path, and another directory"
+        )
     weights = finished_weights(checkpoint, finished, training_args) if finished else args.model_name_or_path
     set_seed(training_args.seed)
 
@@ -243,7 +247,10 @@ def main(argv: list[str] | None = None) -> None:
         labels_from = None if training_args.do_train else config
         task = infer_task(tables[splits[0]], text_columns, args.label_column, labels_from)
     set_labels(config, task, args.task_name, trains=training_args.do_train)
+    num_labels = config.num_labels
     config = override_config(config, args.config_overrides)
+    if config.num_labels != num_labels:
+        raise ValueError(f"--config_overrides: num_labels is the task's, {num_labels}, got {config.num_labels}")
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path, config)
     model = load_pretrained(
         AutoModelForSequenceClassification,

@@ -27,9 +27,10 @@
     python scripts/run_mlm.py --model_name_or_path runs/tiny --do_eval --validation_file valid.txt \\
         --output_dir runs/tiny-valid
 
-Arguments on the command line override those of the YAML file; all of transformers' TrainingArguments are allowed,
---push_to_hub among them. The same command with the same output_dir resumes from the last complete checkpoint; a
-finished run is not trained again. all_results.json there holds losses, perplexity and speed.
+Arguments on the command line override those of the YAML file; transformers' TrainingArguments are allowed,
+--push_to_hub among them. The same command with the same output_dir resumes from the last complete checkpoint, so that
+a finished run is not trained again, unless --save_strategy no left none. all_results.json there holds losses,
+perplexity and speed.
 
 Each document of the corpus gets the tokenizer's special tokens, and the stream of them is cut into full blocks: no
 padding, and nothing lost but the last incomplete block. With several processes the first one does this while the

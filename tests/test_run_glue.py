@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import datasets
 import numpy as np
 import pytest
 import torch
+import transformers
 from sklearn.metrics import f1_score, matthews_corrcoef
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
@@ -24,9 +26,10 @@ from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
 )
+from transformers.trainer_callback import TrainerState
 
 from yoso_hf import YosoConfig, YosoForMaskedLM, YosoForSequenceClassification
-from yoso_hf.glue import TASKS, GlueTask, set_labels, write_predictions
+from yoso_hf.glue import TASKS, GlueTask, infer_task, read_file, set_labels, write_predictions
 from yoso_hf.model_card import CardTrainer
 
 ROOT = Path(__file__).parents[1]
@@ -551,6 +554,112 @@ def test_labels_may_differ_in_case_alone(labels):
     assert config.label2id == {label: index for index, label in enumerate(present)}
 
 
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["0", "10", "2"], ("0", "2", "10")),
+        (["001", "002", "010"], ("001", "002", "010")),
+        (["1", "2.5", "-3e2"], None),
+        (["1", "", "0"], ("0", "1")),
+        (["null", "NA", "x"], ("NA", "null", "x")),
+        (["99999999999999999999", "x", "1"], ("1", "99999999999999999999", "x")),
+    ],
+)
+def test_labels_of_a_csv_file_are_what_is_written_there(tmp_path, labels, expected):
+    (tmp_path / "a.csv").write_text("id,text,label\n" + "".join(f'7,"good, fine",{label}\n' for label in labels))
+    table = read_file("train_file", str(tmp_path / "a.csv"))
+    # a column of numbers is no text
+    task = infer_task(table, [], "label")
+    assert (task.labels, task.columns) == (expected, ("text",))
+    assert table.rows["text"][:] == ["good, fine"] * 3
+    assert table.rows["id"][:] == [7] * 3
+
+
+def test_a_csv_column_has_one_type_whatever_rows_are_read_at_once(tmp_path):
+    """pandas reads some ten thousand rows at a time, and would choose a type for each."""
+    rows = [("A01", "good"), ("001", "bad")] * 6000 + [("001", "12")] * 9000
+    (tmp_path / "a.csv").write_text("label,text\n" + "".join(f"{label},{text}\n" for label, text in rows))
+    table = read_file("train_file", str(tmp_path / "a.csv"))
+    assert infer_task(table, [], "label").labels == ("001", "A01")
+    assert list(zip(table.rows["label"], table.rows["text"], strict=True)) == rows
+
+
+@pytest.mark.parametrize("row", ["good film, really,1", "good, film, really,1"])
+def test_a_csv_row_with_more_fields_than_the_header_is_refused(tmp_path, row):
+    (tmp_path / "a.csv").write_text(f"text,label\n{row}\n")
+    with pytest.raises(ValueError, match="the first row has more fields than the header, text, label"):
+        read_file("train_file", str(tmp_path / "a.csv"))
+
+
+def test_labels_of_a_parquet_file(tmp_path):
+    """Classes by their names, a missing one among them, and decimals as the numbers they are."""
+    features = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])}
+    rows = datasets.Dataset.from_dict({"text": ["a", "b", "c", "d"], "label": [1, 0, None, -1]})
+    rows.cast(datasets.Features(features)).to_parquet(tmp_path / "a.parquet")
+    table = read_file("train_file", str(tmp_path / "a.parquet"))
+    assert table.rows["label"][:] == ["pos", "neg", None, None]
+    assert infer_task(table, [], "label").labels == ("neg", "pos")
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1.5, 2.5]})
+    rows.cast_column("label", datasets.Value("decimal128(4, 2)")).to_parquet(tmp_path / "b.parquet")
+    table = read_file("train_file", str(tmp_path / "b.parquet"))
+    assert infer_task(table, [], "label").labels is None
+    assert table.rows["label"][:] == [1.5, 2.5]
+
+
+def test_a_checkpoint_is_complete_once_all_processes_have_written(run_glue, checkpoints, tmp_path, monkeypatch):
+    """The trainer state, by which a resumed run knows it, comes after what each process writes, and a barrier."""
+    order = []
+
+    def noted(owner, name):
+        function = getattr(owner, name)
+
+        def note(*args, **kwargs):
+            order.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, note)
+
+    noted(transformers.Trainer, "_save_rng_state")
+    noted(accelerate.Accelerator, "wait_for_everyone")
+    noted(TrainerState, "save_to_json")
+    run_glue.main(
+        arguments(
+            model_name_or_path=checkpoints / "bert",
+            task_name="sst2",
+            train_file=write_rows(tmp_path / "train.jsonl", task_rows("sst2", 8)),
+            do_train=True,
+            max_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            output_dir=tmp_path / "run",
+        )
+    )
+    parts = order.index("_save_rng_state")
+    assert order[parts : parts + 3] == ["_save_rng_state", "wait_for_everyone", "save_to_json"]
+
+
+def test_a_run_with_steps_left_is_not_evaluated_by_the_model_before_it(run_glue, checkpoints, tmp_path):
+    train = write_rows(tmp_path / "train.jsonl", task_rows("sst2", 16))
+
+    def command(**changes) -> list[str]:
+        values = {"model_name_or_path": checkpoints / "bert", "task_name": "sst2", "train_file": train}
+        values |= {"validation_file": train, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+        return arguments(**values, output_dir=tmp_path / "run", **changes)
+
+    run_glue.main(command(do_train=True))
+    last = tmp_path / "run" / "checkpoint-2"
+    kept = tmp_path / "last"
+    last.rename(kept)
+    for action in ("do_eval", "do_predict"):
+        with pytest.raises(
+            ValueError, match="holds a run that has steps left, at .*checkpoint-1: finish it with --do_tr"
+        ):
+            run_glue.main(command(test_file=train, **{action: True}))
+    kept.rename(last)
+    run_glue.main(command(do_eval=True))
+    assert results(tmp_path / "run")["eval_loss"] > 0
+
+
 def test_similarity_scores_are_clipped(tmp_path):
     write_predictions(tmp_path / "STS-B.tsv", np.array([-0.4, 2.34567, 5.1]), TASKS["stsb"], {0: "score"})
     assert (tmp_path / "STS-B.tsv").read_text() == "index\tprediction\n0\t0.000\n1\t2.346\n2\t5.000\n"
@@ -870,6 +979,7 @@ BAD_INPUT = {
         {"architecture": "yoso", "attn_implementation": "eager"},
         "--attn_implementation eager has no effect on Yoso",
     ),
+    "labels by override": ({"config_overrides": "num_labels=5"}, "num_labels is the task's, 2, got 5"),
     "override": ({"config_overrides": "num_hashes=64"}, "--config_overrides: BertConfig has no 'num_hashes'"),
     "override's value": (
         {"architecture": "yoso", "config_overrides": "num_hash=0"},

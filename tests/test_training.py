@@ -45,11 +45,21 @@ def test_the_command_line_overrides_the_file(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "learning_rate: 3e-5\nwarmup_steps: 0.1\nbf16: false\ndo_train: true\nhub_token: null\n"
-        "lr_scheduler_kwargs: {num_cycles: 2}\nlabel_names: [labels, more]\nseed: 1\n"
+        "lr_scheduler_kwargs: {num_cycles: 2, min_lr: 1e-6}\nlabel_names: [labels, more]\nseed: 1\nsave_strategy: no\n"
+        "logging_first_step: yes\nweight_decay: .5\nmax_grad_norm: 2E3\n"
     )
     (args,) = parse_arguments([TrainingArguments], [str(recipe), "--seed", "5", "--do_train", "false"])
     assert (args.learning_rate, args.warmup_steps, args.bf16) == (3e-5, 0.1, False)
-    assert (args.lr_scheduler_kwargs, args.label_names) == ({"num_cycles": 2}, ["labels", "more"])
+    assert (args.lr_scheduler_kwargs, args.label_names) == (
+        {"num_cycles": 2, "min_lr": 1e-6},
+        ["labels", "more"],
+    )
+    assert (args.save_strategy, args.logging_first_step, args.weight_decay, args.max_grad_norm) == (
+        "no",
+        True,
+        0.5,
+        2e3,
+    )
     assert (args.seed, args.do_train, args.hub_token) == (5, False, None)
 
 
@@ -73,6 +83,8 @@ def test_a_wrong_file_is_refused(tmp_path, text, message):
         (["--gradient_accumulation_steps=0"], "--gradient_accumulation_steps must be at least 1, got 0"),
         (["--learning_rate=-1e-3"], "--learning_rate must be a number of at least 0, got -0.001"),
         (["--learning_rate=nan"], "--learning_rate must be a number of at least 0, got nan"),
+        (["--eval_do_concat_batches=false"], "--eval_do_concat_batches must be true"),
+        (["--batch_eval_metrics"], "--batch_eval_metrics must be false"),
         (["--num_train_epochs=0"], "--num_train_epochs must be above 0 without --max_steps, got 0"),
     ],
 )

@@ -182,8 +182,3 @@ class MaskedLMTrainer(CardTrainer):
         losses = F.cross_entropy(logits.float(), labels[chosen], reduction="none")
         sums = losses.new_zeros(len(labels)).index_add(0, chosen.nonzero()[:, 0], losses)
         return None, sums, chosen.sum(dim=1)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        # the trainer state, written next by the main process, says that the checkpoint is complete
-        self.accelerator.wait_for_everyone()

@@ -230,7 +230,8 @@ def _cell(content: Any) -> str:
 class CardTrainer(Trainer):
     """Trainer whose card of a YOSO model is that of `model_card`, with the run's settings and results.
 
-    Cards of other models are Trainer's own.
+    Cards of other models are Trainer's own. A checkpoint's trainer state is written once all processes have written
+    their part of it: until then `training.find_checkpoint` takes the one before.
 
     Args:
         datasets: names of the hub's data sets that the model is trained on; None: data of one's own.
@@ -279,6 +280,11 @@ class CardTrainer(Trainer):
             **{name: value for name, value in metadata.items() if value},
         )
         write_text(Path(self.args.output_dir) / "README.md", str(card))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # the trainer state, written next by the main process, says that the checkpoint is complete
+        self.accelerator.wait_for_everyone()
 
     def _final_metrics(self) -> dict[str, float]:
         """The last value of every metric."""
