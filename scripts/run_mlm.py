@@ -39,6 +39,7 @@ first, until it trains: the blocks stay in the cache. A streamed run that resume
 """
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,9 +197,15 @@ def describe(args: MLMArguments, training_args: TrainingArguments, files: dict[s
         del choices[name]
     if not is_split(args, training_args):
         del choices["validation_percentage"]
+    inputs = [args.model_name_or_path, args.config_file, args.tokenizer_name]
+    if args.streaming:
+        # too large to be read before
+        choices["train_file_bytes"] = {path: os.path.getsize(path) for path in files["train_file"]}
+    else:
+        inputs += files["train_file"]
     return describe_run(
         training_args,
-        [*files["train_file"], args.model_name_or_path, args.config_file, args.tokenizer_name],
+        inputs,
         script="run_mlm",
         do_train=training_args.do_train,
         **choices,

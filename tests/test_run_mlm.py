@@ -298,6 +298,24 @@ def test_streamed_run_resumes_where_it_was(run_mlm, finished, corpus, tmp_path):
     assert tokens < results(whole)["num_input_tokens_seen"] == 12 * 16 * 64
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_is_told_by_the_content_of_its_files_and_of_a_stream_by_their_size(run_mlm, tmp_path, streaming):
+    file, config = tmp_path / "a.txt", tmp_path / "config.json"
+
+    def describe(text, settings="{}"):
+        file.write_text(text)
+        config.write_text(settings)
+        argv = arguments(tmp_path / "run", train_file=file, streaming=streaming, config_file=config, model_type=None)
+        args, training_args = parse_arguments([run_mlm.MLMArguments, TrainingArguments], argv)
+        return run_mlm.describe(args, training_args, {"train_file": [str(file)]})
+
+    one = describe("one")
+    assert describe("one") == one
+    assert (describe("two") == one) == streaming
+    assert describe("three") != one
+    assert describe("one", "{ }") != one
+
+
 def test_a_streamed_corpus_is_read_whole_whatever_the_workers(run_mlm, finished, corpus, tmp_path):
     """The recipes have two, of which each would see one of two files."""
     lines = corpus.read_text().splitlines(keepends=True)

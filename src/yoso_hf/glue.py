@@ -138,7 +138,7 @@ def _csv_options(path: str) -> dict[str, Any]:
     """What has each cell of a file stay as it is written: pandas, left alone, takes 001 for 1 and null for no text."""
     first = pd.read_csv(path, nrows=1, dtype=str, keep_default_na=False)
     # which pandas makes of a field more than the header has
-    if not isinstance(first.index, pd.RangeIndex):
+    if len(first) > 0 and not isinstance(first.index, pd.RangeIndex):
         raise ValueError(f"the first row has more fields than the header, {', '.join(first.columns)}")
     features = datasets.Features({column: datasets.Value("string") for column in first.columns})
     return {"features": features, "keep_default_na": False}
