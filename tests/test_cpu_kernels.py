@@ -25,7 +25,7 @@ if "cpu" in ops.compiled_backends():
     from yoso_hf import _C
 
 TESTS = Path(__file__).parent
-CAPABILITIES = ("default", "avx2", "avx512")
+CAPABILITIES = ("default", "avx2", "avx512", "amx")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
@@ -72,7 +72,7 @@ def test_forced_instruction_sets_pass_the_same_tests(capability, selected):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one instruction set here")
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is not on the PATH")
 def test_instructions_that_an_older_processor_lacks_stand_only_where_it_never_comes():
-    """In the functions that are compiled for AVX2 or AVX-512, which run after asking the processor."""
+    """In the functions that are compiled for AVX2, AVX-512 or AMX, which run after asking the processor."""
     listing = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", _C.__file__], capture_output=True, text=True, check=True
     ).stdout
@@ -81,20 +81,25 @@ def test_instructions_that_an_older_processor_lacks_stand_only_where_it_never_co
         r"\t(v(?!err|erw)\w+|andn|bextr|bls(i|r|msk)|bzhi|[sr]arx|sh[lr]x|rorx|mulx|pdep|pext|lzcnt|movbe)[lqw]?\b"
     )
     beyond_avx2 = re.compile(r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])")
-    found = {"baseline": [], "avx2": [], "avx512": []}
+    # tiles, and what no processor of AVX-512 alone has
+    beyond_avx512 = re.compile(r"\t(tile|ldtilecfg|tdp|v\w+bf16)")
+    beyond = {"baseline": re.compile(f"{beyond_baseline.pattern}|{beyond_avx512.pattern}"), "avx2": beyond_avx2}
+    beyond["avx512"] = beyond["amx"] = beyond_avx512
+    found = {"baseline": [], "avx2": [], "avx512": [], "amx": []}
     instructions = dict.fromkeys(found, 0)
     for line in listing.splitlines():
         if line.endswith(">:"):
             function = line
-            compiled_for = re.search(r"run_(avx2|avx512)", function)
+            compiled_for = re.search(r"run_(avx2|avx512|amx)", function)
             where = compiled_for[1] if compiled_for else "baseline"
         elif "\t" in line:
             instructions[where] += 1
-            if (beyond_baseline if where == "baseline" else beyond_avx2).search(line):
+            if beyond[where].search(line):
                 found[where].append(function + line)
-    assert not found["baseline"] and not found["avx2"], found["baseline"][:3] + found["avx2"][:3]
+    assert not any(found[where] for where in ("baseline", "avx2", "avx512")), [x[:3] for x in found.values()]
     # what was looked for can be found
-    assert found["avx512"] and min(instructions.values()) > 1000, instructions
+    assert found["amx"] and min(instructions.values()) > 1000, instructions
+    assert beyond_avx2.search(listing)
 
 
 def assert_same_bits_on_any_number_of_threads(outputs):

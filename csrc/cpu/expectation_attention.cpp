@@ -4,24 +4,22 @@
 namespace yoso {
 namespace {
 
-// A tile's weights and their slope dp/dx (0 where it diverges) or its lower bound (tau / 2) p.
-template <class T>
-YOSO_INLINE void kernel_slope(const T* cosine, int64_t tau, bool exact, T* base, T* weights, T* slope) {
-  if (!exact) {
-    kernel_weights(cosine, tau, base, weights);
-    for (int64_t i = 0; i < kTileSize; ++i) slope[i] = weights[i] * (static_cast<T>(tau) / 2);
-    return;
-  }
-  for (int64_t i = 0; i < kTileSize; ++i) base[i] = angle_complement(cosine[i]);
-  power(base, tau - 1, slope);
-  for (int64_t i = 0; i < kTileSize; ++i) {
-    weights[i] = slope[i] * angle_complement(cosine[i]);
-    const T square = 1 - cosine[i] * cosine[i];
-    slope[i] = square > 0 ? slope[i] * (static_cast<T>(tau) / static_cast<T>(M_PI)) / std::sqrt(square) : 0;
+// A tile's weights, in the place of its cosines, and their slopes dp/dx, 0 where it diverges.
+template <class V, class T = Element<V>>
+YOSO_INLINE void kernel_slopes(T* weights, int64_t tau, T* slopes) {
+  using X = Numbers<V>;
+  for (int64_t i = 0; i < kTileSize; i += kNumbers<V>) {
+    const X x = load_numbers<X>(weights + i), base = angle_complement(x), square = 1 - x * x;
+    X factors[1] = {base}, less[1];
+    power(factors, tau - 1, less);
+    store_numbers(weights + i, less[0] * base);
+    const X slope = less[0] * (static_cast<T>(tau) / static_cast<T>(M_PI)) / square_root(square);
+    store_numbers(slopes + i, square > 0 ? slope : X{});
   }
 }
 
 struct AllPairs {
+  static constexpr bool kUnit = true;
   int64_t tau;
   bool exact;
 
@@ -29,16 +27,18 @@ struct AllPairs {
   YOSO_INLINE Range keys_of(Range, Range keys) const { return keys; }
   YOSO_INLINE Range queries_of(Range, Range queries) const { return queries; }
   // keys are not masked here
-  template <class T>
-  YOSO_INLINE void zero_masked(T*, int64_t, int64_t) const {}
+  YOSO_INLINE bool is_real(int64_t) const { return true; }
 
   template <class V, class T = Element<V>>
-  YOSO_INLINE void weigh(Range, Range, const T* cosine, T* base, T* weights) const {
-    kernel_weights(cosine, tau, base, weights);
+  YOSO_INLINE void weigh(Range, Range, T* weights) const {
+    kernel_weights<V>(weights, tau);
   }
   template <class V, class T = Element<V>>
-  YOSO_INLINE void weigh(Range, Range, const T* cosine, T* base, T* weights, T* slope) const {
-    kernel_slope(cosine, tau, exact, base, weights, slope);
+  YOSO_INLINE void weigh(Range, Range, T* weights, T* slopes) const {
+    if (exact) return kernel_slopes<V>(weights, tau, slopes);
+    kernel_weights<V>(weights, tau);
+    // the lower bound
+    for (int64_t i = 0; i < kTileSize; ++i) slopes[i] = weights[i] * (static_cast<T>(tau) / 2);
   }
   template <class V, class T = Element<V>>
   YOSO_INLINE void centre_products(Range, T*) const {}

@@ -22,6 +22,7 @@ struct Codes {
 
 // The pairs of positions at most `window` apart, their weights p less the share of equal codes.
 struct NearPairs {
+  static constexpr bool kUnit = true;
   Codes query_codes, key_codes;
   int64_t num_hash, length, tau, window;
   // of the head's first codes
@@ -44,16 +45,11 @@ struct NearPairs {
     return {std::max(others.begin, first), std::min(others.end, tile.end + window)};
   }
 
-  // what stands in a masked row, not even a number perhaps, must not be multiplied by its weight of zero
-  template <class T>
-  YOSO_INLINE void zero_masked(T* rows, int64_t columns, int64_t count) const {
-    for (int64_t row = 0; row < count; ++row)
-      if (!key_codes.real(offset + row)) std::memset(rows + row * columns, 0, columns * sizeof(T));
-  }
+  YOSO_INLINE bool is_real(int64_t key) const { return key_codes.real(offset + key); }
 
   template <class V, class T = Element<V>>
-  YOSO_INLINE void weigh(Range queries, Range keys, const T* cosine, T* base, T* weights) {
-    kernel_weights(cosine, tau, base, weights);
+  YOSO_INLINE void weigh(Range queries, Range keys, T* weights) {
+    kernel_weights<V>(weights, tau);
     for (int64_t hash = 0; hash < num_hash; hash += kHashBlock) {
       count_agreeing<V>(queries, keys, hash, std::min(kHashBlock, num_hash - hash));
       for (int64_t i = 0; i < kTileSize; ++i) weights[i] -= agreeing[i] * (T{1} / num_hash);
@@ -62,9 +58,9 @@ struct NearPairs {
   }
 
   template <class V, class T = Element<V>>
-  YOSO_INLINE void weigh(Range queries, Range keys, const T* cosine, T* base, T* weights, T* slope) {
-    weigh<V>(queries, keys, cosine, base, weights);
-    for (int64_t i = 0; i < kTileSize; ++i) slope[i] = weights[i] * (static_cast<T>(tau) / 2);
+  YOSO_INLINE void weigh(Range queries, Range keys, T* weights, T* slopes) {
+    weigh<V>(queries, keys, weights);
+    for (int64_t i = 0; i < kTileSize; ++i) slopes[i] = weights[i] * (static_cast<T>(tau) / 2);
   }
 
   template <class V, class T = Element<V>>

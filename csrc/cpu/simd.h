@@ -44,7 +44,7 @@ __attribute__((target("arch=x86-64-v3"), noinline)) void run_avx2(const F& f) {
 template <class F>
 void vectorized(const F& f) {
 #if defined(__x86_64__)
-  if (cpu_capability() == Capability::kAvx512) return run_avx512(f);
+  if (cpu_capability() >= Capability::kAvx512) return run_avx512(f);
   if (cpu_capability() == Capability::kAvx2) return run_avx2(f);
 #endif
   f(Width<16>{});

@@ -1,36 +1,68 @@
 // Attention whose weights are computed in tiles, never as an N x M matrix, and its backward.
 //
 // What the weights are, and which tiles have any, is for a class of pairs to say:
+//     kUnit                           whether rows are scaled to length one, so that their products are cosines
 //     keys_of(queries, keys)          the part of the keys that a tile of queries needs; begins where a tile does
 //     queries_of(keys, queries)       the like for a tile of keys
-//     weigh(queries, keys, cosine, base, weights[, slope])   a tile's weights from its cosines, and their slope; base
-//                                     is scratch
+//     weigh(queries, keys, weights[, slopes])   puts a tile's weights in the place of the products of its rows, and
+//                                     their slopes elsewhere
 //     centre_products(queries, products)
 //                                     may change the products of gradients and values, with which the slope is
 //                                     multiplied
-// A cosine is the product of two rows, which need not have length one. For attention_forward and attention_backward,
-// which scale them to that, there are also:
+// For attention_forward and attention_backward there are also:
 //     of_head(batch_head)             the pairs of one head, for one thread
-//     zero_masked(rows, columns, M)   clears the rows of masked keys or values
+//     is_real(row)                    whether a key has any weight
 #pragma once
 
+#include "amx_rows.h"
 #include "unit_rows.h"
 
 namespace yoso {
 namespace {
 
-// a tile of keys and values (64 columns each) and of weights stays in a 48 KB first-level cache
-constexpr int64_t kTileQueries = 32;
-constexpr int64_t kTileKeys = 64;
-constexpr int64_t kTileSize = kTileQueries * kTileKeys;
+// Functions of a number X or of the lanes of a vector X.
+
+// of float, unsigned numbers of the same size
+template <class X>
+struct BitsOf {
+  using type = Vector<uint32_t, sizeof(X)>;
+};
+template <>
+struct BitsOf<float> {
+  using type = uint32_t;
+};
+
+// 0 of what is below 0.
+template <class X>
+YOSO_INLINE X square_root(X x) {
+  if constexpr (std::is_arithmetic_v<X>) {
+    return std::sqrt(x < 0 ? 0 : x);
+#if defined(__x86_64__)
+  } else if constexpr (std::is_same_v<X, Vector<float, 64>>) {
+    // by Newton's step from an estimate of the inverse: a fifth of the time of the instruction for the root
+    X inverse;
+    asm("vrsqrt14ps %1, %0" : "=v"(inverse) : "v"(x));
+    const X root = x * inverse;
+    // the inverse of what is too small is infinite
+    return x < 1e-37f ? X{} : root + root * (0.5f - root * (0.5f * inverse));
+#endif
+  } else {
+    Element<X> lanes[kLanes<X>];
+    store<X>(lanes, x < 0 ? X{} : x);
+    for (int64_t i = 0; i < kLanes<X>; ++i) lanes[i] = std::sqrt(lanes[i]);
+    return load<X>(lanes);
+  }
+}
 
 // 1 - acos(x) / pi for x clamped to [-1, 1]
 inline double angle_complement(double x) { return 1 - std::acos(std::clamp(x, -1.0, 1.0)) / M_PI; }
 
 // acos(x) / pi = sqrt(1 - x) * polynomial(x) on [0, 1], a minimax fit with an error of 9e-10: powers multiply it
-YOSO_INLINE float angle_complement(float x) {
-  const float a = std::min(std::fabs(x), 1.0f);
-  float polynomial = 0.00027659145f;
+template <class X>
+YOSO_INLINE X angle_complement(X x) {
+  using Bits = typename BitsOf<X>::type;
+  const X a = __builtin_bit_cast(X, __builtin_bit_cast(Bits, x) & 0x7fffffffu);
+  X polynomial = X{} + 0.00027659145f;
   polynomial = polynomial * a - 0.0014864685f;
   polynomial = polynomial * a + 0.0038485099f;
   polynomial = polynomial * a - 0.006865996f;
@@ -39,84 +71,112 @@ YOSO_INLINE float angle_complement(float x) {
   polynomial = polynomial * a + 0.028342457f;
   polynomial = polynomial * a - 0.06830982f;
   polynomial = polynomial * a + 0.5f;
-  const float angle = std::sqrt(1.0f - a) * polynomial;
+  const X angle = square_root(1.0f - a) * polynomial;
   return x < 0 ? angle : 1.0f - angle;
 }
 
 YOSO_INLINE double power_of_two(double x) { return std::exp2(x); }
 
 // 2^x for x < 127, as 2^n 2^f with n an integer; 0 below float's normal range.
-YOSO_INLINE float power_of_two(float x) {
-  // added to a small number and subtracted, it rounds that to an integer
+template <class X>
+YOSO_INLINE X power_of_two(X x) {
+  // added to a small number it rounds that to an integer, which the lowest bits of the sum hold
   constexpr float kRounds = 0x1.8p23f;
   constexpr float kSmallest = -126;
-  const float y = x < kSmallest ? kSmallest : x;
-  const float n = (y + kRounds) - kRounds, f = y - n;
+  using Bits = typename BitsOf<X>::type;
+  const X y = x < kSmallest ? X{} + kSmallest : x;
+  const X rounded = y + kRounds, f = y - (rounded - kRounds);
   // a minimax fit of 2^f on [-1/2, 1/2], with a relative error of 1e-7
-  float series = 0.00132647273f;
+  X series = X{} + 0.00132647273f;
   series = series * f + 0.00967151299f;
   series = series * f + 0.0555073358f;
   series = series * f + 0.240222424f;
   series = series * f + 0.693147004f;
   series = series * f + 1.0f;
-  const float power = __builtin_bit_cast(float, (static_cast<int32_t>(n) + 127) << 23) * series;
-  return x < kSmallest ? 0.0f : power;
+  const X power = __builtin_bit_cast(X, (__builtin_bit_cast(Bits, rounded) << 23) + (127u << 23)) * series;
+  return x < kSmallest ? X{} : power;
 }
+
+// What weights are computed in: vectors of float32, and one float64 after the other.
+template <class V>
+using Numbers = std::conditional_t<std::is_same_v<Element<V>, double>, double, V>;
+template <class X, class T>
+YOSO_INLINE X load_numbers(const T* from) {
+  if constexpr (std::is_arithmetic_v<X>)
+    return *from;
+  else
+    return load<X>(from);
+}
+template <class X, class T>
+YOSO_INLINE void store_numbers(T* to, X x) {
+  if constexpr (std::is_arithmetic_v<X>)
+    *to = x;
+  else
+    store<X>(to, x);
+}
+template <class V>
+constexpr int64_t kNumbers = sizeof(Numbers<V>) / sizeof(Element<V>);
+
+// of these, so many are computed at a time: their operations take turns
+constexpr int64_t kTogether = 4;
 
 // out = base^exponent by squaring; base is overwritten
-template <class T>
-YOSO_INLINE void power(T* base, int64_t exponent, T* out) {
-  for (int64_t i = 0; i < kTileSize; ++i) out[i] = (exponent & 1) ? base[i] : T{1};
+template <class X, size_t count>
+YOSO_INLINE void power(X (&base)[count], int64_t exponent, X (&out)[count]) {
+  for (size_t j = 0; j < count; ++j) out[j] = (exponent & 1) != 0 ? base[j] : X{} + 1;
   for (exponent >>= 1; exponent > 0; exponent >>= 1) {
-    for (int64_t i = 0; i < kTileSize; ++i) base[i] *= base[i];
-    if (exponent & 1)
-      for (int64_t i = 0; i < kTileSize; ++i) out[i] *= base[i];
+    for (size_t j = 0; j < count; ++j) base[j] *= base[j];
+    if ((exponent & 1) != 0)
+      for (size_t j = 0; j < count; ++j) out[j] *= base[j];
   }
 }
 
-// A tile's weights p(cosine); base is scratch.
-template <class T>
-YOSO_INLINE void kernel_weights(const T* cosine, int64_t tau, T* base, T* weights) {
-  for (int64_t i = 0; i < kTileSize; ++i) base[i] = angle_complement(cosine[i]);
-  power(base, tau, weights);
+// A tile's weights p(cosine), in the place of its cosines.
+template <class V, class T = Element<V>>
+YOSO_INLINE void kernel_weights(T* weights, int64_t tau) {
+  using X = Numbers<V>;
+  for (int64_t i = 0; i < kTileSize; i += kTogether * kNumbers<V>) {
+    X base[kTogether], out[kTogether];
+    for (int64_t j = 0; j < kTogether; ++j)
+      base[j] = angle_complement(load_numbers<X>(weights + i + j * kNumbers<V>));
+    power(base, tau, out);
+    for (int64_t j = 0; j < kTogether; ++j) store_numbers(weights + i + j * kNumbers<V>, out[j]);
+  }
 }
 
-// A run of queries or keys, in rows.
-struct Range {
-  int64_t begin, end;
+// What keeps and multiplies rows of In, by its Forward and Backward.
+template <class T>
+struct VectorRows {
+  template <bool unit>
+  using Forward = VectorForward<T, unit>;
+  template <bool unit>
+  using Backward = VectorBackward<T, unit>;
 };
 
-// Transposes each tile of kTileKeys rows: to[tile][column][row]; rows past the end are copies of the last.
-template <class V, class T = Element<V>>
-YOSO_INLINE void transpose_tiles(const T* from, int64_t count, int64_t columns, T* to) {
-  for (int64_t first = 0; first < count; first += kTileKeys, to += columns * kTileKeys) {
-    int32_t rows[kTileKeys];
-    for (int64_t r = 0; r < kTileKeys; ++r) rows[r] = static_cast<int32_t>(std::min(r, count - 1 - first));
-    transpose_rows<V>(PickedRows<const T>{from + first * columns, columns, rows}, kTileKeys, columns, to, kTileKeys);
-  }
+// Calls f with a value of what suits the processor.
+template <class In, class F>
+void with_rows(const F& f) {
+#if YOSO_HAS_AMX
+  if constexpr (std::is_same_v<In, BFloat16>)
+    if (cpu_capability() == Capability::kAmx) return f(AmxRows{});
+#endif
+  f(VectorRows<Accumulator<In>>{});
 }
 
-int64_t whole_tiles(int64_t keys) { return (keys + kTileKeys - 1) / kTileKeys * kTileKeys; }
-
-// out [queries, value_columns] += weights value, for queries, the first of them row `first` of its head, and keys
-// transposed by tiles.
-template <class V, class Pairs, class T = Element<V>>
-YOSO_INLINE void attention_rows(Pairs& pairs, int64_t first, const T* query, int64_t num_queries, const T* key_tiles,
-                                const T* value, int64_t num_keys, int64_t columns, int64_t value_columns, T* out) {
-  alignas(64) T cosine[kTileSize], base[kTileSize], weights[kTileSize];
+// Adds the keys' values to the sums of the queries that `rows` holds, the first of them row `first` of its head.
+template <class V, class Pairs, class Rows, class T = Element<V>>
+YOSO_INLINE void attention_rows(Pairs& pairs, int64_t first, int64_t num_queries, int64_t num_keys, Rows& rows) {
+  // one buffer, from products to what is multiplied: with the rows, it stays in a first-level cache
+  alignas(64) T weights[kTileSize];
   for (int64_t q = 0; q < num_queries; q += kTileQueries) {
-    const int64_t nq = std::min(kTileQueries, num_queries - q);
-    const Range keys = pairs.keys_of({first + q, first + q + nq}, {0, num_keys});
+    const Range queries{q, std::min(num_queries, q + kTileQueries)};
+    const Range queries_of_head{first + queries.begin, first + queries.end};
+    const Range keys = pairs.keys_of(queries_of_head, {0, num_keys});
     for (int64_t k = keys.begin; k < keys.end; k += kTileKeys) {
-      const int64_t nk = std::min(kTileKeys, keys.end - k);
-      std::memset(cosine, 0, sizeof(cosine));
-      // not those of a last tile that have no key: short sequences have no other
-      multiply<V>(nq, padded(nk), columns, AllRows<const T>{query + q * columns, columns}, 1,
-                  AllRows<const T>{key_tiles + k * columns, kTileKeys}, AllRows<T>{cosine, kTileKeys});
-      pairs.template weigh<V>({first + q, first + q + nq}, {k, k + nk}, cosine, base, weights);
-      multiply<V>(nq, value_columns, nk, AllRows<T>{weights, kTileKeys}, 1,
-                  AllRows<const T>{value + k * value_columns, value_columns},
-                  AllRows<T>{out + q * value_columns, value_columns});
+      const Range tile{k, std::min(keys.end, k + kTileKeys)};
+      rows.template multiply_rows<V>(queries, tile, weights);
+      pairs.template weigh<V>(queries_of_head, tile, weights);
+      rows.template add_values<V>(queries, tile, weights);
     }
   }
 }
@@ -132,97 +192,51 @@ template <class In, class Pairs>
 void attention_forward(const Pairs& all_pairs, const Tensor& query, const Tensor& key, const Tensor& value, bool unit,
                        const Tensor& out, const Tensor& inverse_length) {
   using T = Accumulator<In>;
-  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), D = query.size(3);
-  const int64_t M = key.size(2), Dv = value.size(3), columns = padded(D), value_columns = padded(Dv);
-  const int64_t slices = slices_of_head(B * H, N);
-  const int64_t rows = (N + slices - 1) / slices;
+  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
+  const int64_t slices = slices_of_head(B * H, N), num_rows = (N + slices - 1) / slices;
   T* inverse = unit ? static_cast<T*>(inverse_length.mutable_data_ptr()) : nullptr;
-  parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
-    Buffer<T> queries(rows * columns), keys(M * columns), key_tiles(whole_tiles(M) * columns);
-    Buffer<T> values(M * value_columns), sums(rows * value_columns), lengths(std::max(rows, M));
-    vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-      using V = Vector<T, bytes()>;
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t batch = task / slices / H, head = task / slices % H;
-        const int64_t first = task % slices * rows, last = std::min(N, first + rows);
-        if (first >= last) continue;
-        auto pairs = all_pairs.of_head(batch * H + head);
-        load_rows<V>(rows_of<In>(query), batch, head, first, last, D, queries.data(), columns);
-        normalize_rows<V>(queries.data(), columns, last - first, columns, lengths.data());
-        if (task == begin || task % slices == 0) {
-          load_rows<V>(rows_of<In>(key), batch, head, 0, M, D, keys.data(), columns);
-          load_rows<V>(rows_of<In>(value), batch, head, 0, M, Dv, values.data(), value_columns);
-          pairs.zero_masked(keys.data(), columns, M);
-          pairs.zero_masked(values.data(), value_columns, M);
-          normalize_rows<V>(keys.data(), columns, M, columns, lengths.data());
-          transpose_tiles<V>(keys.data(), M, columns, key_tiles.data());
+  with_rows<In>([&](auto kind) {
+    using Rows = typename decltype(kind)::template Forward<Pairs::kUnit>;
+    parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
+      Rows rows(num_rows, M, query.size(3), value.size(3));
+      Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
+        using V = Vector<T, bytes()>;
+        for (int64_t task = begin; task < end; ++task) {
+          const int64_t batch = task / slices / H, head = task / slices % H;
+          const int64_t first = task % slices * num_rows, last = std::min(N, first + num_rows);
+          if (first >= last) continue;
+          auto pairs = all_pairs.of_head(batch * H + head);
+          rows.template load_queries<V, In>(query, batch, head, {first, last});
+          if (task == begin || task % slices == 0)
+            rows.template load_keys<V, In>(key, value, batch, head,
+                                           [&](int64_t row) YOSO_INLINE_LAMBDA { return pairs.is_real(row); });
+          attention_rows<V>(pairs, first, last - first, M, rows);
+          if (unit)
+            normalize_rows<V>(rows.sums(), rows.value_columns(), last - first, rows.value_columns(),
+                              inverse + (batch * H + head) * N + first);
+          store_rows<V>(rows.sums(), rows.value_columns(), T{1}, mutable_rows_of<In>(out), batch, head, first, last,
+                        value.size(3));
         }
-        sums.zero();
-        attention_rows<V>(pairs, first, queries.data(), last - first, key_tiles.data(), values.data(), M, columns,
-                          value_columns, sums.data());
-        if (unit)
-          normalize_rows<V>(sums.data(), value_columns, last - first, value_columns,
-                            inverse + (batch * H + head) * N + first);
-        store_rows<V>(sums.data(), value_columns, T{1}, mutable_rows_of<In>(out), batch, head, first, last, Dv);
-      }
+      });
     });
   });
 }
 
-// One (batch, head): rows as loaded, unit rows and transposed tiles, and the gradients' sums.
-template <class T>
-struct Head {
-  const int64_t num_queries, num_keys, columns, value_columns;
-  Buffer<T> query, query_inverse, key, key_inverse, key_tiles, value, value_tiles, grad;
-  Buffer<T> grad_query, grad_key, grad_value;
-
-  Head(int64_t num_queries, int64_t num_keys, int64_t columns, int64_t value_columns)
-      : num_queries(num_queries),
-        num_keys(num_keys),
-        columns(columns),
-        value_columns(value_columns),
-        query(num_queries * columns),
-        query_inverse(num_queries),
-        key(num_keys * columns),
-        key_inverse(num_keys),
-        key_tiles(whole_tiles(num_keys) * columns),
-        value(num_keys * value_columns),
-        value_tiles(whole_tiles(num_keys) * value_columns),
-        grad(num_queries * value_columns),
-        grad_query(num_queries * columns),
-        grad_key(num_keys * columns),
-        grad_value(num_keys * value_columns) {}
-};
-
 // Adds the tiles of some queries and keys to the gradients of the queries, of the keys and values, or of both.
-template <class V, class Pairs, class T = Element<V>>
-YOSO_INLINE void attention_gradients(Pairs& pairs, Head<T>& head, Range queries, Range keys, bool to_queries,
+template <class V, class Pairs, class Rows, class T = Element<V>>
+YOSO_INLINE void attention_gradients(Pairs& pairs, Rows& rows, Range all_queries, Range all_keys, bool to_queries,
                                      bool to_keys) {
-  const int64_t D = head.columns, Dv = head.value_columns;
-  alignas(64) T cosine[kTileSize], base[kTileSize], weights[kTileSize], slope[kTileSize], products[kTileSize];
-  for (int64_t k = keys.begin; k < keys.end; k += kTileKeys) {
-    const int64_t nk = std::min(kTileKeys, keys.end - k);
-    const Range near = pairs.queries_of({k, k + nk}, queries);
+  alignas(64) T weights[kTileSize], slopes[kTileSize], value_products[kTileSize];
+  for (int64_t k = all_keys.begin; k < all_keys.end; k += kTileKeys) {
+    const Range keys{k, std::min(all_keys.end, k + kTileKeys)}, near = pairs.queries_of(keys, all_queries);
     for (int64_t q = near.begin; q < near.end; q += kTileQueries) {
-      const int64_t nq = std::min(kTileQueries, near.end - q);
-      const AllRows<const T> query{head.query.data() + q * D, D}, grad{head.grad.data() + q * Dv, Dv};
-      std::memset(cosine, 0, sizeof(cosine));
-      std::memset(products, 0, sizeof(products));
-      multiply<V>(nq, padded(nk), D, query, 1, AllRows<T>{head.key_tiles.data() + k * D, kTileKeys},
-                  AllRows<T>{cosine, kTileKeys});
-      multiply<V>(nq, padded(nk), Dv, grad, 1, AllRows<T>{head.value_tiles.data() + k * Dv, kTileKeys},
-                  AllRows<T>{products, kTileKeys});
-      pairs.template weigh<V>({q, q + nq}, {k, k + nk}, cosine, base, weights, slope);
-      pairs.template centre_products<V>({q, q + nq}, products);
-      for (int64_t i = 0; i < nq * kTileKeys; ++i) slope[i] *= products[i];
-      if (to_queries)
-        multiply<V>(nq, D, nk, AllRows<T>{slope, kTileKeys}, 1, AllRows<T>{head.key.data() + k * D, D},
-                    AllRows<T>{head.grad_query.data() + q * D, D});
-      if (to_keys) {
-        multiply<V>(nk, D, nq, AllRows<T>{slope, 1}, kTileKeys, query, AllRows<T>{head.grad_key.data() + k * D, D});
-        multiply<V>(nk, Dv, nq, AllRows<T>{weights, 1}, kTileKeys, grad,
-                    AllRows<T>{head.grad_value.data() + k * Dv, Dv});
-      }
+      const Range queries{q, std::min(near.end, q + kTileQueries)};
+      rows.template multiply_rows<V>(queries, keys, weights, value_products);
+      pairs.template weigh<V>(queries, keys, weights, slopes);
+      pairs.template centre_products<V>(queries, value_products);
+      for (int64_t i = 0; i < queries.count() * kTileKeys; ++i) slopes[i] *= value_products[i];
+      if (to_queries) rows.template add_to_queries<V>(queries, keys, slopes);
+      if (to_keys) rows.template add_to_keys<V>(queries, keys, slopes, weights);
     }
   }
 }
@@ -235,31 +249,24 @@ void for_tiles(int64_t count, int64_t tile, const F& f) {
   });
 }
 
-// Sums up a head's gradients by add_tiles(queries, keys, to_queries, to_keys), in parallel where threads share it.
-template <class T, class F>
-void add_gradients(Head<T>& head, bool shared, const F& add_tiles) {
-  const int64_t N = head.num_queries, M = head.num_keys;
-  head.grad_query.zero();
-  head.grad_key.zero();
-  head.grad_value.zero();
+// Sums up a head's gradients, in parallel where threads share it.
+template <class T, class Pairs, class Rows>
+void add_gradients(const Pairs& pairs, Rows& rows, int64_t num_queries, int64_t num_keys, bool shared) {
+  const auto add_tiles = [&](Range queries, Range keys, bool to_queries, bool to_keys) {
+    // weighing uses memory of its own
+    Pairs thread_pairs = pairs;
+    Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
+      attention_gradients<Vector<T, bytes()>>(thread_pairs, rows, queries, keys, to_queries, to_keys);
+    });
+  };
+  const Range all_queries{0, num_queries}, all_keys{0, num_keys};
   if (shared) {
     // the weights are computed twice, so that no two threads add to the same row
-    for_tiles(M, kTileKeys, [&](Range keys) { add_tiles({0, N}, keys, false, true); });
-    for_tiles(N, kTileQueries, [&](Range queries) { add_tiles(queries, {0, M}, true, false); });
+    for_tiles(num_keys, kTileKeys, [&](Range keys) { add_tiles(all_queries, keys, false, true); });
+    for_tiles(num_queries, kTileQueries, [&](Range queries) { add_tiles(queries, all_keys, true, false); });
   } else {
-    add_tiles({0, N}, {0, M}, true, true);
+    add_tiles(all_queries, all_keys, true, true);
   }
-}
-
-template <class V, class In, class T = Element<V>>
-YOSO_INLINE void store_gradients(const Head<T>& rows, const Tensor& grad_query, const Tensor& grad_key,
-                                 const Tensor& grad_value, int64_t batch, int64_t head) {
-  const auto store = [&](const Buffer<T>& from, int64_t columns, const Tensor& to) YOSO_INLINE_LAMBDA {
-    store_rows<V>(from.data(), columns, T{1}, mutable_rows_of<In>(to), batch, head, 0, to.size(2), to.size(3));
-  };
-  store(rows.grad_query, rows.columns, grad_query);
-  store(rows.grad_key, rows.columns, grad_key);
-  store(rows.grad_value, rows.value_columns, grad_value);
 }
 
 // Calls add_heads(begin, end, shared) for parts of all heads in parallel, or for all where threads have to share them.
@@ -278,44 +285,25 @@ void attention_backward(const Pairs& all_pairs, const Tensor& grad, const Tensor
                         const Tensor& value, const Tensor& grad_query, const Tensor& grad_key,
                         const Tensor& grad_value) {
   using T = Accumulator<In>;
-  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), D = query.size(3);
-  const int64_t M = key.size(2), Dv = value.size(3), columns = padded(D), value_columns = padded(Dv);
-  auto add_heads = [&](int64_t begin, int64_t end, bool shared) {
-    Head<T> rows(N, M, columns, value_columns);
-    for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
-      const int64_t batch = batch_head / H, head = batch_head % H;
-      const auto add_tiles = [&](Range queries, Range keys, bool to_queries, bool to_keys) {
-        auto pairs = all_pairs.of_head(batch_head);
-        vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-          attention_gradients<Vector<T, bytes()>>(pairs, rows, queries, keys, to_queries, to_keys);
-        });
-      };
-      vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-        using V = Vector<T, bytes()>;
-        load_rows<V>(rows_of<In>(query), batch, head, 0, N, D, rows.query.data(), columns);
-        load_rows<V>(rows_of<In>(key), batch, head, 0, M, D, rows.key.data(), columns);
-        load_rows<V>(rows_of<In>(value), batch, head, 0, M, Dv, rows.value.data(), value_columns);
-        load_rows<V>(rows_of<In>(grad), batch, head, 0, N, Dv, rows.grad.data(), value_columns);
+  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
+  with_rows<In>([&](auto kind) {
+    using Rows = typename decltype(kind)::template Backward<Pairs::kUnit>;
+    for_heads(B * H, [&](int64_t begin, int64_t end, bool shared) {
+      Rows rows(N, M, query.size(3), value.size(3));
+      for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
+        const int64_t batch = batch_head / H, head = batch_head % H;
         const auto pairs = all_pairs.of_head(batch_head);
-        pairs.zero_masked(rows.key.data(), columns, M);
-        pairs.zero_masked(rows.value.data(), value_columns, M);
-        normalize_rows<V>(rows.query.data(), columns, N, columns, rows.query_inverse.data());
-        normalize_rows<V>(rows.key.data(), columns, M, columns, rows.key_inverse.data());
-        transpose_tiles<V>(rows.key.data(), M, columns, rows.key_tiles.data());
-        transpose_tiles<V>(rows.value.data(), M, value_columns, rows.value_tiles.data());
-      });
-      add_gradients(rows, shared, add_tiles);
-      vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-        using V = Vector<T, bytes()>;
-        through_normalize<V>(rows.grad_query.data(), columns, rows.query.data(), columns, N, columns,
-                             rows.query_inverse.data(), T{1});
-        through_normalize<V>(rows.grad_key.data(), columns, rows.key.data(), columns, M, columns,
-                             rows.key_inverse.data(), T{1});
-        store_gradients<V, In>(rows, grad_query, grad_key, grad_value, batch, head);
-      });
-    }
-  };
-  for_heads(B * H, add_heads);
+        Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
+          rows.template load<Vector<T, bytes()>, In>(grad, query, key, value, batch, head,
+                                                     [&](int64_t row) YOSO_INLINE_LAMBDA { return pairs.is_real(row); });
+        });
+        add_gradients<T>(pairs, rows, N, M, shared);
+        Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
+          rows.template store_gradients<Vector<T, bytes()>, In>(grad_query, grad_key, grad_value, batch, head, T{1});
+        });
+      }
+    });
+  });
 }
 
 }  // namespace

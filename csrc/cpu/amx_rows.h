@@ -1,0 +1,504 @@
+// The rows of a head as attention in tiles multiplies them, by the tiles of AMX: bfloat16 rows, sums in float32. A tile
+// holds 16 rows of 64 bytes, and a product of two tiles is
+//     c[i][j] += sum over k < 32 of a[i][k] b[k][j],  a: 16 rows of 32 numbers, b: 16 rows of 16 pairs of numbers, of
+//     row 2k and 2k + 1 of the matrix, c: 16 x 16 in float32.
+//
+// Rows are multiplied as they are, which is exact in float32 up to the sums, and scaled to length one afterwards. What
+// is no bfloat16, the weights and slopes, is multiplied as the sum of two, which leaves an error of 2^-16: AMX is fast
+// enough for that. Places outside of a tile's queries and keys hold zeros, and so do rows and columns past the last.
+#pragma once
+
+#include "tile_rows.h"
+
+#if YOSO_HAS_AMX
+
+namespace yoso {
+namespace {
+
+constexpr int64_t kAmxRows = 16;
+// numbers that a product of two tiles adds up: rows are padded to so many
+constexpr int64_t kAmxStep = 32;
+
+inline int64_t amx_padded(int64_t columns) { return (columns + kAmxStep - 1) / kAmxStep * kAmxStep; }
+inline int64_t whole_query_tiles(int64_t rows) { return (rows + kTileQueries - 1) / kTileQueries * kTileQueries; }
+
+// Calls f(Width<64>), with the eight tiles at their full size.
+template <class F>
+__attribute__((target("arch=x86-64-v4,amx-tile,amx-bf16"), noinline)) void run_amx(const F& f) {
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } const configuration;
+  asm volatile("ldtilecfg %0" : : "m"(configuration));
+  f(Width<64>{});
+  asm volatile("tilerelease");
+}
+
+template <int tile>
+YOSO_INLINE void clear_tile() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(tile));
+}
+template <int tile>
+YOSO_INLINE void load_tile(const void* from, int64_t row_bytes) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(row_bytes), "i"(tile) : "memory");
+}
+template <int tile>
+YOSO_INLINE void store_tile(void* to, int64_t row_bytes) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(row_bytes), "i"(tile) : "memory");
+}
+template <int c, int a, int b>
+YOSO_INLINE void multiply_tiles() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+}
+
+// Where the tiles of a matrix lie: number i of step s, and of part p where the matrix is the sum of two.
+template <int parts = 1>
+struct TileGrid {
+  const void* data;
+  int64_t tile_bytes, step_bytes, row_bytes, part_bytes = 0;
+
+  template <int register_number>
+  YOSO_INLINE void load(int64_t i, int64_t s, int64_t p) const {
+    load_tile<register_number>(static_cast<const char*>(data) + i * tile_bytes + s * step_bytes + p * part_bytes,
+                               row_bytes);
+  }
+};
+
+// R x C tiles of sums, from tile (i, j) on, in registers 0..3; 4 and 5 hold a's tiles, 6 and 7 b's.
+template <int R, int C, int a_parts, int b_parts>
+YOSO_INLINE void multiply_grid_part(bool add, int64_t i, int64_t j, int64_t steps, const TileGrid<a_parts>& a,
+                                    const TileGrid<b_parts>& b, float* c, int64_t c_columns) {
+  const int64_t row_bytes = c_columns * sizeof(float);
+  float* const to = c + i * kAmxRows * c_columns + j * kAmxRows;
+  if (add) {
+    load_tile<0>(to, row_bytes);
+    if constexpr (C > 1) load_tile<1>(to + kAmxRows, row_bytes);
+    if constexpr (R > 1) load_tile<2>(to + kAmxRows * c_columns, row_bytes);
+    if constexpr (R > 1 && C > 1) load_tile<3>(to + kAmxRows * c_columns + kAmxRows, row_bytes);
+  } else {
+    clear_tile<0>();
+    if constexpr (C > 1) clear_tile<1>();
+    if constexpr (R > 1) clear_tile<2>();
+    if constexpr (R > 1 && C > 1) clear_tile<3>();
+  }
+  for (int64_t s = 0; s < steps; ++s)
+    for (int part = 0; part < std::max(a_parts, b_parts); ++part) {
+      // what has one part stays for the other's second
+      if (part < a_parts) a.template load<4>(i, s, part);
+      if (part < b_parts) b.template load<6>(j, s, part);
+      multiply_tiles<0, 4, 6>();
+      if constexpr (C > 1) {
+        if (part < b_parts) b.template load<7>(j + 1, s, part);
+        multiply_tiles<1, 4, 7>();
+      }
+      if constexpr (R > 1) {
+        if (part < a_parts) a.template load<5>(i + 1, s, part);
+        multiply_tiles<2, 5, 6>();
+      }
+      if constexpr (R > 1 && C > 1) multiply_tiles<3, 5, 7>();
+    }
+  store_tile<0>(to, row_bytes);
+  if constexpr (C > 1) store_tile<1>(to + kAmxRows, row_bytes);
+  if constexpr (R > 1) store_tile<2>(to + kAmxRows * c_columns, row_bytes);
+  if constexpr (R > 1 && C > 1) store_tile<3>(to + kAmxRows * c_columns + kAmxRows, row_bytes);
+}
+
+// c = a b, or c += a b: rows x columns tiles of sums, of `steps` products each.
+template <int a_parts, int b_parts>
+YOSO_INLINE void multiply_grids(bool add, int64_t rows, int64_t columns, int64_t steps, const TileGrid<a_parts>& a,
+                                const TileGrid<b_parts>& b, float* c, int64_t c_columns) {
+  int64_t i = 0;
+  for (; i + 2 <= rows; i += 2) {
+    int64_t j = 0;
+    for (; j + 2 <= columns; j += 2) multiply_grid_part<2, 2>(add, i, j, steps, a, b, c, c_columns);
+    if (j < columns) multiply_grid_part<2, 1>(add, i, j, steps, a, b, c, c_columns);
+  }
+  if (i == rows) return;
+  int64_t j = 0;
+  for (; j + 2 <= columns; j += 2) multiply_grid_part<1, 2>(add, i, j, steps, a, b, c, c_columns);
+  if (j < columns) multiply_grid_part<1, 1>(add, i, j, steps, a, b, c, c_columns);
+}
+
+// 32 numbers of 16 bits, and 16 of 32.
+using Halves = Vector<uint16_t, 64>;
+using Words = Vector<uint32_t, 64>;
+using Floats = Vector<float, 64>;
+constexpr uint32_t kUpperHalf = 0xffff0000;
+
+YOSO_INLINE Halves load_halves(const void* from) { return load<Halves>(static_cast<const uint16_t*>(from)); }
+YOSO_INLINE void store_halves(void* to, Halves x) { store<Halves>(static_cast<uint16_t*>(to), x); }
+
+template <int First, int... I>
+YOSO_INLINE Halves interleave(Halves a, Halves b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, (First + I / 2 + I % 2 * 32)...);
+}
+template <int... I>
+YOSO_INLINE Halves odd_halves(Floats a, Floats b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector((Halves)a, (Halves)b, (2 * I + 1)...);
+}
+constexpr auto kHalfNumbers = std::make_integer_sequence<int, 32>{};
+
+// x as the sum of two bfloat16: its upper half, and that of what it leaves.
+YOSO_INLINE Floats less_upper_half(Floats x) { return x - (Floats)((Words)x & kUpperHalf); }
+
+// Copies some rows of [B, H, N, D] at one (batch, head) to rows of `stride` numbers, zero past the last column.
+YOSO_INLINE void copy_rows(const Tensor& x, int64_t batch, int64_t head, Range range, BFloat16* to, int64_t stride) {
+  const Rows<const BFloat16> rows = rows_of<BFloat16>(x);
+  const int64_t columns = x.size(3), whole = columns / kAmxStep * kAmxStep;
+  for (int64_t row = range.begin; row < range.end; ++row, to += stride) {
+    const BFloat16* from = rows.at(batch, head, row);
+    // as in load_rows
+    if (row + kRowsAhead < range.end) prefetch(rows.at(batch, head, row + kRowsAhead), columns);
+    for (int64_t c = 0; c < whole; c += kAmxStep) store_halves(to + c, load_halves(from + c));
+    for (int64_t c = whole; c < stride; ++c) to[c] = c < columns ? from[c] : BFloat16(0);
+  }
+}
+
+// The rows as float32, times a factor each.
+YOSO_INLINE void widen_rows(const BFloat16* from, int64_t stride, int64_t count, const float* factors, int64_t columns,
+                            float* to) {
+  for (int64_t row = 0; row < count; ++row, from += stride, to += columns)
+    for (int64_t c = 0; c < columns; c += kLanes<Floats>)
+      store<Floats>(to + c, load_as<Floats>(from + c) * factors[row]);
+}
+
+// The inverse lengths of rows, as normalize_rows has them. A row that counts as of length zero becomes zero, or what is
+// no number where it has one.
+YOSO_INLINE void invert_lengths(BFloat16* rows, int64_t stride, int64_t count, float* inverse_length) {
+  for (int64_t row = 0; row < count; ++row, rows += stride) {
+    Floats squares = {};
+    for (int64_t c = 0; c < stride; c += kLanes<Floats>) {
+      const Floats x = load_as<Floats>(rows + c);
+      squares += x * x;
+    }
+    const float square = sum_of_lanes(squares);
+    inverse_length[row] = square > 0 ? 1 / std::sqrt(square) : 0;
+    if (inverse_length[row] == 0)
+      for (int64_t c = 0; c < stride; c += kLanes<Floats>)
+        store_as<Floats>(rows + c, load_as<Floats>(rows + c) * 0.0f);
+  }
+}
+
+// Pairs of neighbouring rows, column by column: to[row / 2][column]. `count` is even.
+YOSO_INLINE void pair_rows(const BFloat16* rows, int64_t stride, int64_t count, uint32_t* to) {
+  for (int64_t row = 0; row < count; row += 2, rows += 2 * stride, to += stride)
+    for (int64_t c = 0; c < stride; c += kAmxStep) {
+      const Halves a = load_halves(rows + c), b = load_halves(rows + stride + c);
+      store_halves(to + c, interleave<0>(a, b, kHalfNumbers));
+      store_halves(to + c + 16, interleave<16>(a, b, kHalfNumbers));
+    }
+}
+
+// to[column][row] of a matrix of words.
+YOSO_INLINE void transpose_words(const void* from, int64_t rows, int64_t columns, void* to) {
+  // moved as floats, which leaves the bits as they are
+  transpose_rows<Floats>(AllRows<const float>{static_cast<const float*>(from), columns}, rows, columns,
+                         static_cast<float*>(to), rows);
+}
+
+// Clears what of a tile's weights or slopes lies outside of its queries and keys.
+YOSO_INLINE void clear_outside(Range queries, Range keys, float* tile) {
+  if (keys.count() < kTileKeys)
+    for (int64_t q = 0; q < queries.count(); ++q)
+      for (int64_t k = keys.count(); k < kTileKeys; ++k) tile[q * kTileKeys + k] = 0;
+  std::fill(tile + queries.count() * kTileKeys, tile + kTileSize, 0.0f);
+}
+
+// A tile's numbers as left matrix, in their place: a row's upper halves, and what these leave.
+YOSO_INLINE void split_rows(float* tile) {
+  for (int64_t q = 0; q < kTileQueries; ++q, tile += kTileKeys) {
+    Floats x[kTileKeys / kLanes<Floats>];
+    for (int64_t i = 0; i < kTileKeys / kLanes<Floats>; ++i) x[i] = load<Floats>(tile + i * kLanes<Floats>);
+    for (int64_t part = 0; part < 2; ++part)
+      for (int64_t i = 0; i < kTileKeys / kLanes<Floats>; i += 2) {
+        store_halves(tile + (part * kTileKeys + i * kLanes<Floats>) / 2, odd_halves(x[i], x[i + 1], kHalfNumbers));
+        x[i] = less_upper_half(x[i]);
+        x[i + 1] = less_upper_half(x[i + 1]);
+      }
+  }
+}
+
+// sums += what split_rows made times pairs of the tile's keys, or values, of `columns` columns.
+YOSO_INLINE void multiply_split_rows(const float* tile, const uint32_t* pairs, int64_t stride, int64_t columns,
+                                     float* sums) {
+  multiply_grids(true, kTileQueries / kAmxRows, columns / kAmxRows, kTileKeys / kAmxStep,
+                 TileGrid<2>{tile, kAmxRows * kTileKeys * 4, 64, kTileKeys * 4, kTileKeys * 2},
+                 TileGrid{pairs, 64, kAmxRows * stride * 4, stride * 4}, sums, columns);
+}
+
+// A tile's numbers as right matrix, in their place: of every pair of queries the upper halves, and what these leave.
+YOSO_INLINE void split_pairs(float* tile) {
+  for (int64_t q = 0; q < kTileQueries; q += 2, tile += 2 * kTileKeys)
+    for (int64_t k = 0; k < kTileKeys; k += kLanes<Floats>) {
+      const Floats a = load<Floats>(tile + k), b = load<Floats>(tile + kTileKeys + k);
+      const Floats a_rest = less_upper_half(a), b_rest = less_upper_half(b);
+      store<Floats>(tile + k, (Floats)((Words)a >> 16 | ((Words)b & kUpperHalf)));
+      store<Floats>(tile + kTileKeys + k, (Floats)((Words)a_rest >> 16 | ((Words)b_rest & kUpperHalf)));
+    }
+}
+
+// sums += the tile's queries, or gradients, one a column of `transposed`, times what split_pairs made.
+YOSO_INLINE void multiply_split_pairs(const BFloat16* transposed, int64_t columns, const float* tile, float* sums) {
+  multiply_grids(true, columns / kAmxRows, kTileKeys / kAmxRows, 1, TileGrid{transposed, kAmxRows * 64, 0, 64},
+                 TileGrid<2>{tile, 64, 0, 2 * kTileKeys * 4, kTileKeys * 4}, sums, kTileKeys);
+}
+
+// Multiplies a tile's numbers by factors of the queries, or of the keys.
+YOSO_INLINE void scale_by_query(const float* tile, const float* factors, float* to) {
+  for (int64_t q = 0; q < kTileQueries; ++q)
+    for (int64_t k = 0; k < kTileKeys; k += kLanes<Floats>)
+      store<Floats>(to + q * kTileKeys + k, load<Floats>(tile + q * kTileKeys + k) * factors[q]);
+}
+YOSO_INLINE void scale_by_key(const float* tile, const float* factors, float* to) {
+  for (int64_t q = 0; q < kTileQueries; ++q)
+    for (int64_t k = 0; k < kTileKeys; k += kLanes<Floats>)
+      store<Floats>(to + q * kTileKeys + k, load<Floats>(tile + q * kTileKeys + k) * load<Floats>(factors + k));
+}
+
+// A tile's products become cosines.
+YOSO_INLINE void scale_products(const float* query_inverse, const float* key_inverse, float* products) {
+  for (int64_t q = 0; q < kTileQueries; ++q, products += kTileKeys)
+    for (int64_t k = 0; k < kTileKeys; k += kLanes<Floats>)
+      store<Floats>(products + k, load<Floats>(products + k) * load<Floats>(key_inverse + k) * query_inverse[q]);
+}
+
+// Rows that are multiplied with each other: a tile of queries, or gradients, with one of keys, or values.
+YOSO_INLINE void multiply_row_tiles(const BFloat16* left, const uint32_t* right, int64_t stride, Range keys,
+                                    float* products) {
+  multiply_grids(false, kTileQueries / kAmxRows, padded(keys.count()) / kAmxRows, stride / kAmxStep,
+                 TileGrid{left, kAmxRows * stride * 2, 64, stride * 2},
+                 TileGrid{right, 64, kAmxRows * kTileKeys * 4, kTileKeys * 4}, products, kTileKeys);
+}
+
+// Some keys or values of a head, a tile at a time: those for which is_real(row) does not hold, and what is past the
+// last, are zeros.
+template <class IsReal>
+YOSO_INLINE void copy_tile(const Tensor& x, int64_t batch, int64_t head, int64_t first, const IsReal& is_real,
+                           BFloat16* to, int64_t stride) {
+  const Range rows{first, std::min(x.size(2), first + kTileKeys)};
+  copy_rows(x, batch, head, rows, to, stride);
+  for (int64_t row = rows.begin; row < first + kTileKeys; ++row)
+    if (row >= rows.end || !is_real(row)) std::fill_n(to + (row - first) * stride, stride, BFloat16(0));
+}
+
+YOSO_INLINE void copy_query_tiles(const Tensor& x, int64_t batch, int64_t head, Range rows, BFloat16* to,
+                                  int64_t stride) {
+  copy_rows(x, batch, head, rows, to, stride);
+  std::fill(to + rows.count() * stride, to + whole_query_tiles(rows.count()) * stride, BFloat16(0));
+}
+
+// See VectorForward.
+template <bool unit>
+class AmxForward {
+ public:
+  AmxForward(int64_t num_queries, int64_t num_keys, int64_t D, int64_t Dv)
+      : stride_(amx_padded(D)),
+        value_stride_(amx_padded(Dv)),
+        value_columns_(padded(Dv)),
+        num_keys_(num_keys),
+        query_(whole_query_tiles(num_queries) * stride_),
+        tile_(kTileKeys * std::max(stride_, value_stride_)),
+        key_tiles_(whole_tiles(num_keys) * stride_ / 2),
+        value_pairs_(whole_tiles(num_keys) * value_stride_ / 2),
+        query_inverse_(whole_query_tiles(num_queries)),
+        key_inverse_(whole_tiles(num_keys)),
+        sums_(whole_query_tiles(num_queries) * value_columns_) {}
+
+  template <class F>
+  static void run(const F& f) {
+    run_amx(f);
+  }
+
+  template <class V, class In>
+  YOSO_INLINE void load_queries(const Tensor& query, int64_t batch, int64_t head, Range rows) {
+    copy_query_tiles(query, batch, head, rows, query_.data(), stride_);
+    if (unit) invert_lengths(query_.data(), stride_, whole_query_tiles(rows.count()), query_inverse_.data());
+    sums_.zero();
+  }
+
+  template <class V, class In, class IsReal>
+  YOSO_INLINE void load_keys(const Tensor& key, const Tensor& value, int64_t batch, int64_t head,
+                             const IsReal& is_real) {
+    for (int64_t first = 0; first < num_keys_; first += kTileKeys) {
+      copy_tile(key, batch, head, first, is_real, tile_.data(), stride_);
+      if (unit) invert_lengths(tile_.data(), stride_, kTileKeys, key_inverse_.data() + first);
+      transpose_words(tile_.data(), kTileKeys, stride_ / 2, key_tiles_.data() + first * stride_ / 2);
+      copy_tile(value, batch, head, first, is_real, tile_.data(), value_stride_);
+      pair_rows(tile_.data(), value_stride_, kTileKeys, value_pairs_.data() + first * value_stride_ / 2);
+    }
+  }
+
+  template <class V>
+  YOSO_INLINE void multiply_rows(Range queries, Range keys, float* products) const {
+    multiply_row_tiles(query_.data() + queries.begin * stride_, key_tiles_.data() + keys.begin * stride_ / 2, stride_,
+                       keys, products);
+    if (unit)
+      scale_products(query_inverse_.data() + queries.begin, key_inverse_.data() + keys.begin, products);
+  }
+
+  // Overwrites the weights.
+  template <class V>
+  YOSO_INLINE void add_values(Range queries, Range keys, float* weights) {
+    clear_outside(queries, keys, weights);
+    split_rows(weights);
+    multiply_split_rows(weights, value_pairs_.data() + keys.begin * value_stride_ / 2, value_stride_, value_columns_,
+                        sums_.data() + queries.begin * value_columns_);
+  }
+
+  int64_t value_columns() const { return value_columns_; }
+  float* sums() { return sums_.data(); }
+
+ private:
+  const int64_t stride_, value_stride_, value_columns_, num_keys_;
+  Buffer<BFloat16> query_, tile_;
+  Buffer<uint32_t> key_tiles_, value_pairs_;
+  Buffer<float> query_inverse_, key_inverse_, sums_;
+};
+
+// See VectorBackward. The sums of keys and values are kept transposed, by tiles.
+template <bool unit>
+class AmxBackward {
+ public:
+  AmxBackward(int64_t num_queries, int64_t num_keys, int64_t D, int64_t Dv)
+      : stride_(amx_padded(D)),
+        value_stride_(amx_padded(Dv)),
+        columns_(padded(D)),
+        value_columns_(padded(Dv)),
+        num_queries_(num_queries),
+        num_keys_(num_keys),
+        query_(whole_query_tiles(num_queries) * stride_),
+        query_transposed_(whole_query_tiles(num_queries) * stride_),
+        grad_(whole_query_tiles(num_queries) * value_stride_),
+        grad_transposed_(whole_query_tiles(num_queries) * value_stride_),
+        key_(whole_tiles(num_keys) * stride_),
+        value_tile_(kTileKeys * value_stride_),
+        key_tiles_(whole_tiles(num_keys) * stride_ / 2),
+        key_pairs_(whole_tiles(num_keys) * stride_ / 2),
+        value_tiles_(whole_tiles(num_keys) * value_stride_ / 2),
+        pairs_(kTileQueries / 2 * std::max(stride_, value_stride_)),
+        query_inverse_(whole_query_tiles(num_queries)),
+        key_inverse_(whole_tiles(num_keys)),
+        grad_query_(whole_query_tiles(num_queries) * columns_),
+        grad_key_(whole_tiles(num_keys) * columns_),
+        grad_value_(whole_tiles(num_keys) * value_columns_),
+        rows_(2 * kTileKeys * std::max(columns_, value_columns_)) {}
+
+  template <class F>
+  static void run(const F& f) {
+    run_amx(f);
+  }
+
+  template <class V, class In, class IsReal>
+  YOSO_INLINE void load(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, int64_t batch,
+                        int64_t head, const IsReal& is_real) {
+    copy_query_tiles(query, batch, head, {0, num_queries_}, query_.data(), stride_);
+    copy_query_tiles(grad, batch, head, {0, num_queries_}, grad_.data(), value_stride_);
+    const int64_t whole = whole_query_tiles(num_queries_);
+    if (unit) invert_lengths(query_.data(), stride_, whole, query_inverse_.data());
+    const auto transpose = [&](const BFloat16* rows, int64_t stride, BFloat16* to) YOSO_INLINE_LAMBDA {
+      for (int64_t first = 0; first < whole; first += kTileQueries) {
+        pair_rows(rows + first * stride, stride, kTileQueries, pairs_.data());
+        transpose_words(pairs_.data(), kTileQueries / 2, stride, to + first * stride);
+      }
+    };
+    transpose(query_.data(), stride_, query_transposed_.data());
+    transpose(grad_.data(), value_stride_, grad_transposed_.data());
+    for (int64_t first = 0; first < num_keys_; first += kTileKeys) {
+      BFloat16* const keys = key_.data() + first * stride_;
+      copy_tile(key, batch, head, first, is_real, keys, stride_);
+      if (unit) invert_lengths(keys, stride_, kTileKeys, key_inverse_.data() + first);
+      transpose_words(keys, kTileKeys, stride_ / 2, key_tiles_.data() + first * stride_ / 2);
+      pair_rows(keys, stride_, kTileKeys, key_pairs_.data() + first * stride_ / 2);
+      copy_tile(value, batch, head, first, is_real, value_tile_.data(), value_stride_);
+      transpose_words(value_tile_.data(), kTileKeys, value_stride_ / 2, value_tiles_.data() + first * value_stride_ / 2);
+    }
+    grad_query_.zero();
+    grad_key_.zero();
+    grad_value_.zero();
+  }
+
+  template <class V>
+  YOSO_INLINE void multiply_rows(Range queries, Range keys, float* products, float* value_products) const {
+    multiply_row_tiles(query_.data() + queries.begin * stride_, key_tiles_.data() + keys.begin * stride_ / 2, stride_,
+                       keys, products);
+    multiply_row_tiles(grad_.data() + queries.begin * value_stride_,
+                       value_tiles_.data() + keys.begin * value_stride_ / 2, value_stride_, keys, value_products);
+    if (unit)
+      scale_products(query_inverse_.data() + queries.begin, key_inverse_.data() + keys.begin, products);
+  }
+
+  // The slopes stay as they are.
+  template <class V>
+  YOSO_INLINE void add_to_queries(Range queries, Range keys, float* slopes) {
+    clear_outside(queries, keys, slopes);
+    alignas(64) float left[kTileSize];
+    if (unit)
+      scale_by_key(slopes, key_inverse_.data() + keys.begin, left);
+    else
+      std::memcpy(left, slopes, sizeof(left));
+    split_rows(left);
+    multiply_split_rows(left, key_pairs_.data() + keys.begin * stride_ / 2, stride_, columns_,
+                        grad_query_.data() + queries.begin * columns_);
+  }
+
+  // Overwrites slopes and weights.
+  template <class V>
+  YOSO_INLINE void add_to_keys(Range queries, Range keys, float* slopes, float* weights) {
+    clear_outside(queries, keys, slopes);
+    clear_outside(queries, keys, weights);
+    if (unit) scale_by_query(slopes, query_inverse_.data() + queries.begin, slopes);
+    split_pairs(slopes);
+    multiply_split_pairs(query_transposed_.data() + queries.begin * stride_, columns_, slopes,
+                         grad_key_.data() + keys.begin * columns_);
+    split_pairs(weights);
+    multiply_split_pairs(grad_transposed_.data() + queries.begin * value_stride_, value_columns_, weights,
+                         grad_value_.data() + keys.begin * value_columns_);
+  }
+
+  template <class V, class In>
+  YOSO_INLINE void store_gradients(const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value,
+                                   int64_t batch, int64_t head, float scale) {
+    // of a tile of rows or less
+    const auto finish = [&](float* sums, const BFloat16* rows, const float* inverse, Range range,
+                            const Tensor& to) YOSO_INLINE_LAMBDA {
+      if (unit) {
+        float* const unit_rows = rows_.data() + kTileKeys * columns_;
+        widen_rows(rows, stride_, range.count(), inverse, columns_, unit_rows);
+        through_normalize<V>(sums, columns_, unit_rows, columns_, range.count(), columns_, inverse, 1.0f);
+      }
+      store_rows<V>(sums, columns_, scale, mutable_rows_of<In>(to), batch, head, range.begin, range.end, to.size(3));
+    };
+    for (int64_t row = 0; row < num_queries_; row += kTileKeys)
+      finish(grad_query_.data() + row * columns_, query_.data() + row * stride_, query_inverse_.data() + row,
+             {row, std::min(num_queries_, row + kTileKeys)}, grad_query);
+    for (int64_t row = 0; row < num_keys_; row += kTileKeys) {
+      const Range range{row, std::min(num_keys_, row + kTileKeys)};
+      transpose_rows<V>(AllRows<const float>{grad_key_.data() + row * columns_, kTileKeys}, columns_, kTileKeys,
+                        rows_.data(), columns_);
+      finish(rows_.data(), key_.data() + row * stride_, key_inverse_.data() + row, range, grad_key);
+      transpose_rows<V>(AllRows<const float>{grad_value_.data() + row * value_columns_, kTileKeys}, value_columns_,
+                        kTileKeys, rows_.data(), value_columns_);
+      store_rows<V>(rows_.data(), value_columns_, 1.0f, mutable_rows_of<In>(grad_value), batch, head, range.begin,
+                    range.end, grad_value.size(3));
+    }
+  }
+
+ private:
+  const int64_t stride_, value_stride_, columns_, value_columns_, num_queries_, num_keys_;
+  Buffer<BFloat16> query_, query_transposed_, grad_, grad_transposed_, key_, value_tile_;
+  Buffer<uint32_t> key_tiles_, key_pairs_, value_tiles_, pairs_;
+  Buffer<float> query_inverse_, key_inverse_, grad_query_, grad_key_, grad_value_, rows_;
+};
+
+struct AmxRows {
+  template <bool unit>
+  using Forward = AmxForward<unit>;
+  template <bool unit>
+  using Backward = AmxBackward<unit>;
+};
+
+}  // namespace
+}  // namespace yoso
+
+#endif
