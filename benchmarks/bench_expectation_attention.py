@@ -1,8 +1,9 @@
 """Time of the exact operators beside torch's softmax attention and transformers' Yoso.
 
     python benchmarks/bench_expectation_attention.py --lengths 16 32 64 128 --batch 64 --output short.json
+    python benchmarks/bench_expectation_attention.py --dtype bfloat16 --output bfloat16.json
 
-[batch, 12, N, 64], float32, tau = 9, outputs not normalised but for those of softmax, which the operator
+[batch, 12, N, 64], float32 unless --dtype says otherwise, tau = 9, outputs not normalised but for those of softmax, which the operator
 softmax_attention computes as well.
 """
 
@@ -38,12 +39,16 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096])
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parse_arguments(parser)
+    kinds = [ExpectationAttention, SoftmaxAttention, Softmax]
+    if args.dtype == "float32":
+        # it computes in the inputs' dtype, which leaves no result to compare
+        kinds.append(Cumulation)
     rows = []
     for length in args.lengths:
         for task in ("forward", "forward and backward"):
-            kinds = (ExpectationAttention, SoftmaxAttention, Softmax, Cumulation)
-            cases = [kind(args.device, task, length, batch=args.batch) for kind in kinds]
+            cases = [kind(args.device, task, length, batch=args.batch, dtype=args.dtype) for kind in kinds]
             rows += measure(cases, args.repeats, args.seconds)
     write_results(args, rows)
 

@@ -411,7 +411,8 @@ class AmxBackward {
       transpose_words(keys, kTileKeys, stride_ / 2, key_tiles_.data() + first * stride_ / 2);
       pair_rows(keys, stride_, kTileKeys, key_pairs_.data() + first * stride_ / 2);
       copy_tile(value, batch, head, first, is_real, value_tile_.data(), value_stride_);
-      transpose_words(value_tile_.data(), kTileKeys, value_stride_ / 2, value_tiles_.data() + first * value_stride_ / 2);
+      transpose_words(value_tile_.data(), kTileKeys, value_stride_ / 2,
+                      value_tiles_.data() + first * value_stride_ / 2);
     }
     grad_query_.zero();
     grad_key_.zero();

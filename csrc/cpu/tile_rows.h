@@ -87,7 +87,8 @@ class VectorForward {
     // not those of a last tile that have no key: short sequences have no other
     multiply<V>(queries.count(), padded(keys.count()), columns_,
                 AllRows<const T>{query_.data() + queries.begin * columns_, columns_}, 1,
-                AllRows<const T>{key_tiles_.data() + keys.begin * columns_, kTileKeys}, AllRows<T>{products, kTileKeys});
+                AllRows<const T>{key_tiles_.data() + keys.begin * columns_, kTileKeys},
+                AllRows<T>{products, kTileKeys});
   }
 
   // Adds a tile's values times their weights to the sums.
@@ -158,7 +159,8 @@ class VectorBackward {
     std::memset(products, 0, kTileSize * sizeof(T));
     std::memset(value_products, 0, kTileSize * sizeof(T));
     multiply<V>(count, width, columns_, AllRows<const T>{query_.data() + queries.begin * columns_, columns_}, 1,
-                AllRows<const T>{key_tiles_.data() + keys.begin * columns_, kTileKeys}, AllRows<T>{products, kTileKeys});
+                AllRows<const T>{key_tiles_.data() + keys.begin * columns_, kTileKeys},
+                AllRows<T>{products, kTileKeys});
     multiply<V>(count, width, value_columns_,
                 AllRows<const T>{grad_.data() + queries.begin * value_columns_, value_columns_}, 1,
                 AllRows<const T>{value_tiles_.data() + keys.begin * value_columns_, kTileKeys},

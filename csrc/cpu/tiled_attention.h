@@ -294,8 +294,8 @@ void attention_backward(const Pairs& all_pairs, const Tensor& grad, const Tensor
         const int64_t batch = batch_head / H, head = batch_head % H;
         const auto pairs = all_pairs.of_head(batch_head);
         Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
-          rows.template load<Vector<T, bytes()>, In>(grad, query, key, value, batch, head,
-                                                     [&](int64_t row) YOSO_INLINE_LAMBDA { return pairs.is_real(row); });
+          const auto is_real = [&](int64_t row) YOSO_INLINE_LAMBDA { return pairs.is_real(row); };
+          rows.template load<Vector<T, bytes()>, In>(grad, query, key, value, batch, head, is_real);
         });
         add_gradients<T>(pairs, rows, N, M, shared);
         Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
