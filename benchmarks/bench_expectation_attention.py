@@ -3,8 +3,8 @@
     python benchmarks/bench_expectation_attention.py --lengths 16 32 64 128 --batch 64 --output short.json
     python benchmarks/bench_expectation_attention.py --dtype bfloat16 --output bfloat16.json
 
-[batch, 12, N, 64], float32 unless --dtype says otherwise, tau = 9, outputs not normalised but for those of softmax, which the operator
-softmax_attention computes as well.
+[batch, 12, N, 64], float32 unless --dtype says otherwise, tau = 9, outputs not normalised but for those of softmax,
+which the operator softmax_attention computes as well.
 """
 
 from attention_cases import HEAD_DIM, ExactKernel, Softmax, TransformersYoso
