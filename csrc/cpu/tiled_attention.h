@@ -37,7 +37,8 @@ template <class X>
 YOSO_INLINE X square_root(X x) {
   if constexpr (std::is_arithmetic_v<X>) {
     return std::sqrt(x < 0 ? 0 : x);
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(__clang__)
+    // clang refuses the operand, as it does not know yet that this becomes part of a function for AVX-512
   } else if constexpr (std::is_same_v<X, Vector<float, 64>>) {
     // by Newton's step from an estimate of the inverse: a fifth of the time of the instruction for the root
     X inverse;
