@@ -22,7 +22,7 @@ struct Range {
   YOSO_INLINE int64_t count() const { return end - begin; }
 };
 
-int64_t whole_tiles(int64_t keys) { return (keys + kTileKeys - 1) / kTileKeys * kTileKeys; }
+inline int64_t whole_tiles(int64_t keys) { return (keys + kTileKeys - 1) / kTileKeys * kTileKeys; }
 
 // Transposes each tile of kTileKeys rows: to[tile][column][row]; rows past the end are copies of the last.
 template <class V, class T = Element<V>>
