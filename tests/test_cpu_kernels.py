@@ -83,8 +83,12 @@ def test_instructions_that_an_older_processor_lacks_stand_only_where_it_never_co
     beyond_avx2 = re.compile(r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])")
     # tiles, and what no processor of AVX-512 alone has
     beyond_avx512 = re.compile(r"\t(tile|ldtilecfg|tdp|v\w+bf16)")
-    beyond = {"baseline": re.compile(f"{beyond_baseline.pattern}|{beyond_avx512.pattern}"), "avx2": beyond_avx2}
-    beyond["avx512"] = beyond["amx"] = beyond_avx512
+    beyond = {
+        "baseline": re.compile(f"{beyond_baseline.pattern}|{beyond_avx512.pattern}"),
+        "avx2": re.compile(f"{beyond_avx2.pattern}|{beyond_avx512.pattern}"),
+        "avx512": beyond_avx512,
+        "amx": beyond_avx512,
+    }
     found = {"baseline": [], "avx2": [], "avx512": [], "amx": []}
     instructions = dict.fromkeys(found, 0)
     for line in listing.splitlines():

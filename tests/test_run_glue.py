@@ -249,9 +249,18 @@ def test_predictions_and_scores_are_those_of_the_saved_model(run_glue, checkpoin
             for split in ("validation", "test"):
                 path = tmp_path / f"{split}_{part}file.jsonl"
                 files[f"{split}_{part}file"] = write_rows(path, split_rows)
+    # of weights as small as they are drawn, scores of all pairs are the same but for rounding, which then decides how
+    # they correlate
+    model = BertForMaskedLM.from_pretrained(checkpoints / "bert")
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight *= 30
+    shutil.copytree(checkpoints / "bert", tmp_path / "bert")
+    model.save_pretrained(tmp_path / "bert")
     run_glue.main(
         arguments(
-            model_name_or_path=checkpoints / "bert",
+            model_name_or_path=tmp_path / "bert",
             task_name=task_name,
             **files,
             do_train=True,
@@ -268,13 +277,10 @@ def test_predictions_and_scores_are_those_of_the_saved_model(run_glue, checkpoin
         logits = outputs_one_by_one(tmp_path / "run", rows[part], task.columns)
         labels = np.array([row["label"] for row in rows[part]])
         written = predictions(tmp_path / "run" / f"{name}.tsv")
-        tolerance = 1e-5
         if task_name == "stsb":
             expected = logits.squeeze(-1).clamp(0, 5).numpy()
             np.testing.assert_allclose(np.array(written, dtype=float), expected, atol=1e-3)
             value, key = np.corrcoef(logits.squeeze(-1).numpy(), labels)[0, 1], "pearson"
-            # so small a model says nearly the same of all pairs: rounding counts by how little that differs
-            tolerance += 4 * torch.finfo(torch.float32).eps * (logits.abs().max() / logits.std()).item()
         else:
             ids = logits.argmax(-1).numpy()
             named = task_name in ("mnli", "qnli", "rte")
@@ -283,9 +289,9 @@ def test_predictions_and_scores_are_those_of_the_saved_model(run_glue, checkpoin
             score = {"matthews_correlation": matthews_corrcoef, "f1": f1_score}.get(key, lambda x, y: np.mean(x == y))
             value = score(labels, ids)
         infix = {"": "matched_", "mismatched_": "mismatched_"}[part] if mismatched else ""
-        assert scores[f"eval_{infix}{key}"] == pytest.approx(value, abs=tolerance)
+        assert scores[f"eval_{infix}{key}"] == pytest.approx(value, abs=1e-5)
         # the test files have labels here, so they are scored too
-        assert scores[f"predict_{infix}{key}"] == pytest.approx(value, abs=tolerance)
+        assert scores[f"predict_{infix}{key}"] == pytest.approx(value, abs=1e-5)
     assert len(list((tmp_path / "run").glob("*.tsv"))) == 1 + mismatched
 
 

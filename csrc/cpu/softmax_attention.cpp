@@ -162,7 +162,6 @@ YOSO_INLINE Range fill_bias(const RealKeys& is_real, int64_t num_keys, T* bias) 
   return tiles;
 }
 
-
 template <class In>
 void forward(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& key_mask,
              double scale, const Tensor& out, const Tensor& logarithm) {
