@@ -22,6 +22,8 @@ struct AllPairs {
   static constexpr bool kUnit = true;
   int64_t tau;
   bool exact;
+  // whether rows are of bfloat16
+  bool coarse;
 
   AllPairs of_head(int64_t) const { return *this; }
   YOSO_INLINE Range keys_of(Range, Range keys) const { return keys; }
@@ -31,12 +33,15 @@ struct AllPairs {
 
   template <class V, class T = Element<V>>
   YOSO_INLINE void weigh(Range, Range, T* weights) const {
-    kernel_weights<V>(weights, tau);
+    if (coarse)
+      kernel_weights<V, true>(weights, tau);
+    else
+      kernel_weights<V>(weights, tau);
   }
   template <class V, class T = Element<V>>
-  YOSO_INLINE void weigh(Range, Range, T* weights, T* slopes) const {
+  YOSO_INLINE void weigh(Range queries, Range keys, T* weights, T* slopes) const {
     if (exact) return kernel_slopes<V>(weights, tau, slopes);
-    kernel_weights<V>(weights, tau);
+    weigh<V>(queries, keys, weights);
     // the lower bound
     for (int64_t i = 0; i < kTileSize; ++i) slopes[i] = weights[i] * (static_cast<T>(tau) / 2);
   }
@@ -54,8 +59,9 @@ std::tuple<Tensor, Tensor> expectation_attention_cpu(const Tensor& query, const 
   if (B * H * N == 0) return {out, inverse_length};
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_floating(query, [&](auto element) {
-    attention_forward<decltype(element)>(AllPairs{hash_code_len, false}, rows[0], rows[1], rows[2], unit, out,
-                                         inverse_length);
+    using In = decltype(element);
+    const AllPairs pairs{hash_code_len, false, std::is_same_v<In, BFloat16>};
+    attention_forward<In>(pairs, rows[0], rows[1], rows[2], unit, out, inverse_length);
   });
   return {out, inverse_length};
 }
@@ -71,8 +77,9 @@ std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cpu(const Tens
   Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
   const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_floating(query, [&](auto element) {
-    attention_backward<decltype(element)>(AllPairs{hash_code_len, exact}, rows[0], rows[1], rows[2], rows[3],
-                                          grad_query, grad_key, grad_value);
+    using In = decltype(element);
+    const AllPairs pairs{hash_code_len, exact, std::is_same_v<In, BFloat16>};
+    attention_backward<In>(pairs, rows[0], rows[1], rows[2], rows[3], grad_query, grad_key, grad_value);
   });
   return {grad_query, grad_key, grad_value};
 }

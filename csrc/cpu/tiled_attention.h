@@ -32,8 +32,8 @@ struct BitsOf<float> {
   using type = uint32_t;
 };
 
-// 0 of what is below 0.
-template <class X>
+// 0 of what is below 0. Where `coarse`, with an error of 2^-14.
+template <bool coarse = false, class X>
 YOSO_INLINE X square_root(X x) {
   if constexpr (std::is_arithmetic_v<X>) {
     return std::sqrt(x < 0 ? 0 : x);
@@ -45,7 +45,7 @@ YOSO_INLINE X square_root(X x) {
     asm("vrsqrt14ps %1, %0" : "=v"(inverse) : "v"(x));
     const X root = x * inverse;
     // the inverse of what is too small is infinite
-    return x < 1e-37f ? X{} : root + root * (0.5f - root * (0.5f * inverse));
+    return x < 1e-37f ? X{} : coarse ? root : root + root * (0.5f - root * (0.5f * inverse));
 #endif
   } else {
     Element<X> lanes[kLanes<X>];
@@ -56,23 +56,36 @@ YOSO_INLINE X square_root(X x) {
 }
 
 // 1 - acos(x) / pi for x clamped to [-1, 1]
-inline double angle_complement(double x) { return 1 - std::acos(std::clamp(x, -1.0, 1.0)) / M_PI; }
+template <bool coarse = false>
+inline double angle_complement(double x) {
+  return 1 - std::acos(std::clamp(x, -1.0, 1.0)) / M_PI;
+}
 
-// acos(x) / pi = sqrt(1 - x) * polynomial(x) on [0, 1], a minimax fit with an error of 9e-10: powers multiply it
-template <class X>
+// acos(x) / pi = sqrt(1 - x) * polynomial(x) on [0, 1], minimax fits with an error of 9e-10, as powers multiply it, and
+// of 3e-6 where `coarse`
+template <bool coarse = false, class X>
 YOSO_INLINE X angle_complement(X x) {
   using Bits = typename BitsOf<X>::type;
   const X a = __builtin_bit_cast(X, __builtin_bit_cast(Bits, x) & 0x7fffffffu);
-  X polynomial = X{} + 0.00027659145f;
-  polynomial = polynomial * a - 0.0014864685f;
-  polynomial = polynomial * a + 0.0038485099f;
-  polynomial = polynomial * a - 0.006865996f;
-  polynomial = polynomial * a + 0.010485322f;
-  polynomial = polynomial * a - 0.016132422f;
-  polynomial = polynomial * a + 0.028342457f;
-  polynomial = polynomial * a - 0.06830982f;
-  polynomial = polynomial * a + 0.5f;
-  const X angle = square_root(1.0f - a) * polynomial;
+  X polynomial;
+  if constexpr (coarse) {
+    polynomial = X{} + 0.00275296159f;
+    polynomial = polynomial * a - 0.0113816205f;
+    polynomial = polynomial * a + 0.0269501843f;
+    polynomial = polynomial * a - 0.068157971f;
+    polynomial = polynomial * a + 0.49999732f;
+  } else {
+    polynomial = X{} + 0.00027659145f;
+    polynomial = polynomial * a - 0.0014864685f;
+    polynomial = polynomial * a + 0.0038485099f;
+    polynomial = polynomial * a - 0.006865996f;
+    polynomial = polynomial * a + 0.010485322f;
+    polynomial = polynomial * a - 0.016132422f;
+    polynomial = polynomial * a + 0.028342457f;
+    polynomial = polynomial * a - 0.06830982f;
+    polynomial = polynomial * a + 0.5f;
+  }
+  const X angle = square_root<coarse>(1.0f - a) * polynomial;
   return x < 0 ? angle : 1.0f - angle;
 }
 
@@ -132,14 +145,14 @@ YOSO_INLINE void power(X (&base)[count], int64_t exponent, X (&out)[count]) {
   }
 }
 
-// A tile's weights p(cosine), in the place of its cosines.
-template <class V, class T = Element<V>>
+// A tile's weights p(cosine), in the place of its cosines; `coarse` is precise enough for bfloat16.
+template <class V, bool coarse = false, class T = Element<V>>
 YOSO_INLINE void kernel_weights(T* weights, int64_t tau) {
   using X = Numbers<V>;
   for (int64_t i = 0; i < kTileSize; i += kTogether * kNumbers<V>) {
     X base[kTogether], out[kTogether];
     for (int64_t j = 0; j < kTogether; ++j)
-      base[j] = angle_complement(load_numbers<X>(weights + i + j * kNumbers<V>));
+      base[j] = angle_complement<coarse>(load_numbers<X>(weights + i + j * kNumbers<V>));
     power(base, tau, out);
     for (int64_t j = 0; j < kTogether; ++j) store_numbers(weights + i + j * kNumbers<V>, out[j]);
   }
