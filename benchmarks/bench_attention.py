@@ -6,7 +6,9 @@
 
 [1, 12, N, 64], float32, m = 32, tau = 9 unless a group says otherwise. The groups:
 
-lengths: sampled and in expectation beside softmax, from short to long, with peak memory;
+lengths: sampled and in expectation beside softmax, from short to long, with peak memory; in --dtype;
+similarity: samples of similarity="softmax", m = 64, and its exact kernel beside softmax, at the same lengths; in
+--dtype. Samples are verified by the mean of many;
 crowded: all keys equal, or in 8 tight clusters;
 growth: from N to 16 N; the same with tau raised by one for every doubling; from 32 N to 64 N with 2 heads;
 expectation: beside transformers' Yoso;
@@ -16,11 +18,19 @@ local_window: with the exact weights of near pairs, by how near, beside softmax.
 
 import argparse
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from attention_cases import HEAD_DIM, NUM_HASH, ExactKernel, SampledKernel, Softmax, TransformersYoso
-from harness import argument_parser, compare, measure, parse_arguments, print_table, write_results
+from attention_cases import (
+    HEAD_DIM,
+    NUM_HASH,
+    VERIFIED_QUERIES,
+    ExactKernel,
+    SampledKernel,
+    Softmax,
+    TransformersYoso,
+)
+from harness import argument_parser, check_close, compare, measure, parse_arguments, print_table, write_results
 from torch import Tensor
 
 from yoso_hf import HashFunctions, yoso_attention
@@ -31,6 +41,9 @@ ASKED = {
     "forward": {512: (3, 6), 4096: (25, 50), 16384: (100, 200)},
     BOTH: {512: (3, 5), 4096: (14, 25), 16384: (25, 45)},
 }
+
+# of random tensors, of which a single estimate is off by twice the result
+SOFTMAX_DRAWS, SOFTMAX_TOLERANCE = 64, 0.6
 
 Rows = list[dict[str, Any]]
 
@@ -73,11 +86,43 @@ class Expectation(ExactKernel):
         return yoso_attention(query, key, value, hash_code_len=self.hash_code_len, expectation=True)
 
 
+class ExactSoftmax(Softmax):
+    name = "yoso, softmax"
+    settings: ClassVar[dict[str, Any]] = {"expectation": True}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return yoso_attention(query, key, value, similarity="softmax", normalization="sum", **self.settings)
+
+
+class SampledSoftmax(ExactSoftmax):
+    """What attn_implementation="yoso" computes where it samples."""
+
+    name = "yoso, samples of softmax"
+    settings: ClassVar[dict[str, Any]] = {"hash_code_len": 16, "num_hash": 64}
+
+    def verify(self) -> None:
+        queries = torch.randperm(self.length, device=self.device)[:VERIFIED_QUERIES]
+        grad = torch.zeros_like(self.grad).index_copy(2, queries, self.grad[:, :, queries])
+        means, truths = [0] * 4, []
+        for draw in range(SOFTMAX_DRAWS + 1):
+            exact = draw == SOFTMAX_DRAWS
+            out = Softmax.attend(self, *self.inputs) if exact else self.attend(*self.inputs)
+            gradients = torch.autograd.grad(out, self.inputs, grad) if self.task != "forward" else ()
+            found = [x.detach().double() for x in (out[:, :, queries], *gradients)]
+            if exact:
+                truths = found
+            else:
+                means = [mean + x / SOFTMAX_DRAWS for mean, x in zip(means, found, strict=False)]
+        names = ("the output", "the gradient of query", "the gradient of key", "the gradient of value")
+        for name, mean, truth in zip(names, means, truths, strict=False):
+            check_close(name, mean, truth, SOFTMAX_TOLERANCE)
+
+
 def lengths(args: argparse.Namespace) -> tuple[Rows, Rows]:
     rows, table = [], []
     for length in args.lengths:
         for task, asked in ASKED.items():
-            cases = [kind(args.device, task, length) for kind in (Sampled, Expectation, Softmax)]
+            cases = [kind(args.device, task, length, dtype=args.dtype) for kind in (Sampled, Expectation, Softmax)]
             group = measure(cases, args.repeats, args.seconds, memory=True)
             rows += group
             if length in asked:
@@ -85,6 +130,17 @@ def lengths(args: argparse.Namespace) -> tuple[Rows, Rows]:
                 ratio = group[-1]["times_the_first"]
                 table.append(compare(name, ratio, asked=asked[length][0], aim=asked[length][1]))
     return rows, table
+
+
+def similarity(args: argparse.Namespace) -> tuple[Rows, Rows]:
+    rows = []
+    for length in args.lengths:
+        for task in ASKED:
+            kinds = (SampledSoftmax, ExactSoftmax, Softmax)
+            cases = [kind(args.device, task, length, dtype=args.dtype) for kind in kinds]
+            rows += measure(cases, args.repeats, args.seconds)
+    # nothing is asked of them
+    return rows, []
 
 
 def crowded(args: argparse.Namespace) -> tuple[Rows, Rows]:
@@ -160,13 +216,18 @@ def local_window(args: argparse.Namespace) -> tuple[Rows, Rows]:
     return rows, []
 
 
-GROUPS = {group.__name__: group for group in (lengths, crowded, growth, expectation, bfloat16, local_window)}
+GROUPS = {
+    group.__name__: group for group in (lengths, similarity, crowded, growth, expectation, bfloat16, local_window)
+}
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(7, 15)], help="of that group")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(7, 15)], help="of these groups")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of lengths and similarity"
+    )
     parser.add_argument("--length", type=int, default=4096, help="N of the other groups")
     args = parse_arguments(parser)
     rows, table = [], []

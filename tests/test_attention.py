@@ -288,6 +288,32 @@ def test_auto_goes_by_the_device(monkeypatch):
     assert exact_is_cheaper(10**9, 10**9, 64, "softmax", "mps")
 
 
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_auto_goes_by_the_dtype_on_a_cpu_with_amx(monkeypatch, similarity):
+    monkeypatch.setattr(attention, "HAS_CPU_KERNELS", True)
+    monkeypatch.setattr(attention, "HAS_CUDA_KERNELS", False)
+    for has_amx in (False, True):
+        monkeypatch.setattr(attention, "HAS_AMX", has_amx)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            with_amx = has_amx and dtype == torch.bfloat16
+            tokens = attention.EXACT_TOKENS_PER_HASH_WITH_AMX if with_amx else EXACT_TOKENS_PER_HASH
+            crossing = 3 * tokens[similarity]
+            assert exact_is_cheaper(crossing, crossing, 3, similarity, "cpu", dtype)
+            assert not exact_is_cheaper(crossing + 1, crossing + 1, 3, similarity, "cpu", dtype)
+
+
+def test_auto_samples_longer_texts_in_bfloat16_where_there_is_no_amx(monkeypatch):
+    """Whichever the processor has: the call goes by the dtype that it gets."""
+    monkeypatch.setattr(attention, "EXACT_TOKENS_PER_HASH_WITH_AMX", {"cosine": 2 * EXACT_TOKENS_PER_HASH["cosine"]})
+    arguments = [x.bfloat16() for x in inputs(1, 2, CROSSING + 1, CROSSING + 1)]
+    on_cpu = torch.get_default_device().type == "cpu"
+    for has_amx in (False, True):
+        monkeypatch.setattr(attention, "HAS_AMX", has_amx)
+        options = {"hash_functions": HashFunctions.sample(2, 16, 8, 4)}
+        auto, same = (yoso_attention(*arguments, expectation=x, **options) for x in ("auto", has_amx and on_cpu))
+        assert torch.equal(auto, same)
+
+
 def test_auto_draws_hash_functions_only_to_sample(generator):
     for length in (CROSSING, CROSSING + 1):
         arguments = inputs(1, 2, length, length)

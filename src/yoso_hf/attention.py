@@ -13,6 +13,7 @@ from .graphs import expectation_attention_graph, sampled_attention_graph
 from .hashing import EXACT_RANGE, MAX_EXACT_HASH_CODE_LEN, MAX_HASH_CODE_LEN, HashFunctions, check_integer
 from .ops import (
     compiled_backends,
+    cpu_uses_amx,
     expectation_attention,
     first_order_attention,
     local_attention,
@@ -23,6 +24,7 @@ from .ops import (
 from .reference import less_masked, real_rows
 
 HAS_CPU_KERNELS, HAS_CUDA_KERNELS = (name in compiled_backends() for name in ("cpu", "cuda"))
+HAS_AMX = cpu_uses_amx()
 
 NORMALIZATIONS = ("l2", "sum", None)
 SIMILARITIES = ("cosine", "softmax")
@@ -46,6 +48,11 @@ FEWEST_BITS = 13
 # with models and the files of its docstring. Up to 40 m the exact ones are taken for being exact: they take less time
 # than softmax with either.
 EXACT_TOKENS_PER_HASH = {"cosine": 11, "softmax": 40}
+# Of bfloat16 on a CPU with AMX, where exact kernels take a third of the time, and sampled ones what they take in
+# float32; up to there samples would take longer than softmax. "cosine" and "softmax", D = 64, by
+#     python benchmarks/bench_attention.py --groups lengths similarity --dtype bfloat16 \
+#         --lengths 768 1024 1280 6144 7168 8192 9216 --output crossing.json
+EXACT_TOKENS_PER_HASH_WITH_AMX = {"cosine": 32, "softmax": 120}
 # by count, not measured (docs/cuda.md): PyTorch's softmax, which is exact there, is faster on a GPU
 SOFTMAX_TOKENS_PER_HASH_ON_CUDA = 256
 
@@ -70,6 +77,7 @@ def exact_is_cheaper(
     num_hash: int,
     similarity: Literal["cosine", "softmax"] = "cosine",
     device_type: str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> bool:
     """Whether expectation="auto" takes the exact weights: their cost grows as N M, that of sampling as (N + M) m.
 
@@ -78,11 +86,13 @@ def exact_is_cheaper(
         num_keys: M; padding counts.
         num_hash: m, >= 1.
         similarity: as for yoso_attention.
-        device_type: of the tensors, "cpu" or "cuda" or another; it matters to "softmax" only.
+        device_type: of the tensors, "cpu" or "cuda" or another.
+        dtype: of query.
 
     Returns:
-        True while the harmonic mean of N and M is at most EXACT_TOKENS_PER_HASH[similarity] m. Of "softmax" with CUDA
-        kernels, SOFTMAX_TOKENS_PER_HASH_ON_CUDA stands in place of that, and without compiled kernels all is exact.
+        True while the harmonic mean of N and M is at most EXACT_TOKENS_PER_HASH[similarity] m. In its place stands
+        EXACT_TOKENS_PER_HASH_WITH_AMX[similarity] for bfloat16 on a CPU with AMX, and of "softmax" with CUDA kernels
+        SOFTMAX_TOKENS_PER_HASH_ON_CUDA; of "softmax" without compiled kernels all is exact.
 
     Raises:
         ValueError: num_hash or similarity is out of range; torch.export with a dynamic length or strict=True: an
@@ -95,7 +105,8 @@ def exact_is_cheaper(
             'expectation="auto" (use_expectation of a model, yoso_use_expectation of an encoder) cannot be exported '
             "with a dynamic length or strict=True: choose True or False, or export a fixed length with strict=False"
         )
-    tokens = EXACT_TOKENS_PER_HASH[similarity]
+    with_amx = HAS_AMX and device_type == "cpu" and dtype == torch.bfloat16
+    tokens = (EXACT_TOKENS_PER_HASH_WITH_AMX if with_amx else EXACT_TOKENS_PER_HASH)[similarity]
     if similarity == "softmax":
         if device_type == "cuda" and HAS_CUDA_KERNELS:
             tokens = SOFTMAX_TOKENS_PER_HASH_ON_CUDA
@@ -188,7 +199,9 @@ def yoso_attention(
     if similarity == "softmax" and expectation is not True:
         _check_sampled_softmax(hash_code_len, backward, local_window)
     if expectation == "auto":
-        expectation = exact_is_cheaper(query.shape[2], key.shape[2], num_hash, similarity, query.device.type)
+        expectation = exact_is_cheaper(
+            query.shape[2], key.shape[2], num_hash, similarity, query.device.type, query.dtype
+        )
 
     out_dtype = dtype = value.dtype
     if not query.dtype == key.dtype == dtype:

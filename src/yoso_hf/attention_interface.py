@@ -287,9 +287,8 @@ def yoso_from_settings(
 def _hash_functions(module: nn.Module, query: Tensor, key: Tensor, settings: dict) -> HashFunctions | None:
     seed, exact = settings["hash_seed"], settings["use_expectation"]
     if exact == "auto":
-        exact = exact_is_cheaper(
-            query.shape[2], key.shape[2], settings["num_hash"], settings["similarity"], query.device.type
-        )
+        sizes = (query.shape[2], key.shape[2], settings["num_hash"])
+        exact = exact_is_cheaper(*sizes, settings["similarity"], query.device.type, query.dtype)
     if module.training or seed is None or exact:
         return None
     lengths = settings["hash_code_len"]

@@ -128,14 +128,14 @@ class YosoSelfAttention(nn.Module):
         )
         return functions.parameters
 
-    def hash_functions(self, device: torch.device, length: int) -> HashFunctions | None:
-        exact = self.expectation
+    def hash_functions(self, query: Tensor) -> HashFunctions | None:
+        exact, length = self.expectation, query.shape[2]
         if exact == "auto":
-            exact = exact_is_cheaper(length, length, self.num_hash, self.similarity, device.type)
+            exact = exact_is_cheaper(length, length, self.num_hash, self.similarity, query.device.type, query.dtype)
         if exact:
             return None
         if self.training or self.hash_parameters is None:
-            return HashFunctions.sample(*self.hash_sizes(), kind=self.hash_kind, device=device)
+            return HashFunctions.sample(*self.hash_sizes(), kind=self.hash_kind, device=query.device)
         _, head_dim, num_hash, longest = self.hash_sizes()
         return HashFunctions(self.hash_parameters, head_dim, num_hash, longest, kind=self.hash_kind)
 
@@ -167,7 +167,7 @@ class YosoSelfAttention(nn.Module):
             key_mask,
             num_hash=self.num_hash,
             expectation=self.expectation,
-            hash_functions=self.hash_functions(query.device, query.shape[2]),
+            hash_functions=self.hash_functions(query),
             backward=self.backward,
             local_window=self.local_window,
             **kernel,

@@ -13,6 +13,7 @@ import functools
 import importlib
 import logging
 import os
+import sys
 import zlib
 from collections.abc import Callable
 
@@ -62,6 +63,12 @@ def compiled_backends() -> set[str]:
     """Which of "cpu" and "cuda" have compiled kernels; the reference runs on every other device."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return {name for name in ("cpu", "cuda") if has_kernel(f"{NAMESPACE}::sampled_attention", name.upper())}
+
+
+def cpu_uses_amx() -> bool:
+    """Whether exact attention of bfloat16 rows is computed by the processor's AMX, by compiled kernels."""
+    extension = sys.modules.get(f"{PACKAGE}._C")
+    return "cpu" in compiled_backends() and getattr(extension, "cpu_capability", None) == "amx"
 
 
 def _load_extension() -> None:
