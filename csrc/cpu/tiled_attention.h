@@ -177,22 +177,27 @@ void with_rows(const F& f) {
   f(VectorRows<Accumulator<In>>{});
 }
 
+// keys, of whole tiles, that all queries meet before the next ones: with their values they stay in a second-level cache
+constexpr int64_t kChunkKeys = 1024;
+
 // Adds the keys' values to the sums of the queries that `rows` holds, the first of them row `first` of its head.
 template <class V, class Pairs, class Rows, class T = Element<V>>
 YOSO_INLINE void attention_rows(Pairs& pairs, int64_t first, int64_t num_queries, int64_t num_keys, Rows& rows) {
   // one buffer, from products to what is multiplied: with the rows, it stays in a first-level cache
   alignas(64) T weights[kTileSize];
-  for (int64_t q = 0; q < num_queries; q += kTileQueries) {
-    const Range queries{q, std::min(num_queries, q + kTileQueries)};
-    const Range queries_of_head{first + queries.begin, first + queries.end};
-    const Range keys = pairs.keys_of(queries_of_head, {0, num_keys});
-    for (int64_t k = keys.begin; k < keys.end; k += kTileKeys) {
-      const Range tile{k, std::min(keys.end, k + kTileKeys)};
-      rows.template multiply_rows<V>(queries, tile, weights);
-      pairs.template weigh<V>(queries_of_head, tile, weights);
-      rows.template add_values<V>(queries, tile, weights);
+  for (int64_t chunk = 0; chunk < num_keys; chunk += kChunkKeys)
+    for (int64_t q = 0; q < num_queries; q += kTileQueries) {
+      const Range queries{q, std::min(num_queries, q + kTileQueries)};
+      const Range queries_of_head{first + queries.begin, first + queries.end};
+      const Range keys = pairs.keys_of(queries_of_head, {0, num_keys});
+      const int64_t end = std::min(keys.end, chunk + kChunkKeys);
+      for (int64_t k = std::max(keys.begin, chunk); k < end; k += kTileKeys) {
+        const Range tile{k, std::min(end, k + kTileKeys)};
+        rows.template multiply_rows<V>(queries, tile, weights);
+        pairs.template weigh<V>(queries_of_head, tile, weights);
+        rows.template add_values<V>(queries, tile, weights);
+      }
     }
-  }
 }
 
 // Into how many slices of queries, which do not interact, heads are cut, so that every thread has work.
