@@ -177,20 +177,20 @@ void with_rows(const F& f) {
   f(VectorRows<Accumulator<In>>{});
 }
 
-// keys, of whole tiles, that all queries meet before the next ones: with their values they stay in a second-level cache
-constexpr int64_t kChunkKeys = 1024;
+// rows, of whole tiles, that all rows of the other side meet before the next ones: they stay in a second-level cache
+constexpr int64_t kChunkRows = 1024;
 
 // Adds the keys' values to the sums of the queries that `rows` holds, the first of them row `first` of its head.
 template <class V, class Pairs, class Rows, class T = Element<V>>
 YOSO_INLINE void attention_rows(Pairs& pairs, int64_t first, int64_t num_queries, int64_t num_keys, Rows& rows) {
   // one buffer, from products to what is multiplied: with the rows, it stays in a first-level cache
   alignas(64) T weights[kTileSize];
-  for (int64_t chunk = 0; chunk < num_keys; chunk += kChunkKeys)
+  for (int64_t chunk = 0; chunk < num_keys; chunk += kChunkRows)
     for (int64_t q = 0; q < num_queries; q += kTileQueries) {
       const Range queries{q, std::min(num_queries, q + kTileQueries)};
       const Range queries_of_head{first + queries.begin, first + queries.end};
       const Range keys = pairs.keys_of(queries_of_head, {0, num_keys});
-      const int64_t end = std::min(keys.end, chunk + kChunkKeys);
+      const int64_t end = std::min(keys.end, chunk + kChunkRows);
       for (int64_t k = std::max(keys.begin, chunk); k < end; k += kTileKeys) {
         const Range tile{k, std::min(end, k + kTileKeys)};
         rows.template multiply_rows<V>(queries, tile, weights);
@@ -246,16 +246,19 @@ template <class V, class Pairs, class Rows, class T = Element<V>>
 YOSO_INLINE void attention_gradients(Pairs& pairs, Rows& rows, Range all_queries, Range all_keys, bool to_queries,
                                      bool to_keys) {
   alignas(64) T weights[kTileSize], slopes[kTileSize], value_products[kTileSize];
-  for (int64_t k = all_keys.begin; k < all_keys.end; k += kTileKeys) {
-    const Range keys{k, std::min(all_keys.end, k + kTileKeys)}, near = pairs.queries_of(keys, all_queries);
-    for (int64_t q = near.begin; q < near.end; q += kTileQueries) {
-      const Range queries{q, std::min(near.end, q + kTileQueries)};
-      rows.template multiply_rows<V>(queries, keys, weights, value_products);
-      pairs.template weigh<V>(queries, keys, weights, slopes);
-      pairs.template centre_products<V>(queries, value_products);
-      for (int64_t i = 0; i < queries.count() * kTileKeys; ++i) slopes[i] *= value_products[i];
-      if (to_queries) rows.template add_to_queries<V>(queries, keys, slopes);
-      if (to_keys) rows.template add_to_keys<V>(queries, keys, slopes, weights);
+  for (int64_t chunk = all_queries.begin; chunk < all_queries.end; chunk += kChunkRows) {
+    const Range chunk_queries{chunk, std::min(all_queries.end, chunk + kChunkRows)};
+    for (int64_t k = all_keys.begin; k < all_keys.end; k += kTileKeys) {
+      const Range keys{k, std::min(all_keys.end, k + kTileKeys)}, near = pairs.queries_of(keys, chunk_queries);
+      for (int64_t q = near.begin; q < near.end; q += kTileQueries) {
+        const Range queries{q, std::min(near.end, q + kTileQueries)};
+        rows.template multiply_rows<V>(queries, keys, weights, value_products);
+        pairs.template weigh<V>(queries, keys, weights, slopes);
+        pairs.template centre_products<V>(queries, value_products);
+        for (int64_t i = 0; i < queries.count() * kTileKeys; ++i) slopes[i] *= value_products[i];
+        if (to_queries) rows.template add_to_queries<V>(queries, keys, slopes);
+        if (to_keys) rows.template add_to_keys<V>(queries, keys, slopes, weights);
+      }
     }
   }
 }
