@@ -163,20 +163,23 @@ YOSO_INLINE void widen_rows(const BFloat16* from, int64_t stride, int64_t count,
       store<Floats>(to + c, load_as<Floats>(from + c) * factors[row]);
 }
 
-// The inverse lengths of rows, as normalize_rows has them. A row that counts as of length zero becomes zero, or what is
-// no number where it has one.
+// The inverse lengths of rows, of as many as make up 16s: those past the last are zeros. A row that counts as of length
+// zero becomes zero, or what is no number where it has one.
 YOSO_INLINE void invert_lengths(BFloat16* rows, int64_t stride, int64_t count, float* inverse_length) {
-  for (int64_t row = 0; row < count; ++row, rows += stride) {
-    Floats squares = {};
-    for (int64_t c = 0; c < stride; c += kLanes<Floats>) {
-      const Floats x = load_as<Floats>(rows + c);
-      squares += x * x;
-    }
-    const float square = sum_of_lanes(squares);
-    inverse_length[row] = square > 0 ? 1 / std::sqrt(square) : 0;
-    if (inverse_length[row] == 0)
-      for (int64_t c = 0; c < stride; c += kLanes<Floats>)
-        store_as<Floats>(rows + c, load_as<Floats>(rows + c) * 0.0f);
+  for (int64_t first = 0; first < count; first += kAmxRows) {
+    Floats squares[kAmxRows] = {};
+    for (int64_t i = 0; i < kAmxRows; ++i)
+      for (int64_t c = 0; c < stride; c += kLanes<Floats>) {
+        const Floats x = load_as<Floats>(rows + (first + i) * stride + c);
+        squares[i] += x * x;
+      }
+    alignas(64) float sums[kAmxRows];
+    store_sums(squares, sums);
+    for (int64_t i = 0; i < kAmxRows; ++i) inverse_length[first + i] = sums[i] > 0 ? 1 / std::sqrt(sums[i]) : 0;
+    for (int64_t row = first; row < std::min(count, first + kAmxRows); ++row)
+      if (inverse_length[row] == 0)
+        for (int64_t c = 0; c < stride; c += kLanes<Floats>)
+          store_as<Floats>(rows + row * stride + c, load_as<Floats>(rows + row * stride + c) * 0.0f);
   }
 }
 
@@ -257,10 +260,12 @@ YOSO_INLINE void scale_by_key(const float* tile, const float* factors, float* to
 }
 
 // A tile's products become cosines.
-YOSO_INLINE void scale_products(const float* query_inverse, const float* key_inverse, float* products) {
-  for (int64_t q = 0; q < kTileQueries; ++q, products += kTileKeys)
-    for (int64_t k = 0; k < kTileKeys; k += kLanes<Floats>)
-      store<Floats>(products + k, load<Floats>(products + k) * load<Floats>(key_inverse + k) * query_inverse[q]);
+YOSO_INLINE void scale_products(Range queries, Range keys, const float* query_inverse, const float* key_inverse,
+                                float* products) {
+  for (int64_t q = queries.begin; q < queries.end; ++q, products += kTileKeys)
+    for (int64_t k = 0; k < keys.count(); k += kLanes<Floats>)
+      store<Floats>(products + k,
+                    load<Floats>(products + k) * load<Floats>(key_inverse + keys.begin + k) * query_inverse[q]);
 }
 
 // Rows that are multiplied with each other: a tile of queries, or gradients, with one of keys, or values.
@@ -313,7 +318,7 @@ class AmxForward {
   template <class V, class In>
   YOSO_INLINE void load_queries(const Tensor& query, int64_t batch, int64_t head, Range rows) {
     copy_query_tiles(query, batch, head, rows, query_.data(), stride_);
-    if (unit) invert_lengths(query_.data(), stride_, whole_query_tiles(rows.count()), query_inverse_.data());
+    if (unit) invert_lengths(query_.data(), stride_, rows.count(), query_inverse_.data());
     sums_.zero();
   }
 
@@ -322,7 +327,8 @@ class AmxForward {
                              const IsReal& is_real) {
     for (int64_t first = 0; first < num_keys_; first += kTileKeys) {
       copy_tile(key, batch, head, first, is_real, tile_.data(), stride_);
-      if (unit) invert_lengths(tile_.data(), stride_, kTileKeys, key_inverse_.data() + first);
+      if (unit)
+        invert_lengths(tile_.data(), stride_, std::min(kTileKeys, num_keys_ - first), key_inverse_.data() + first);
       transpose_words(tile_.data(), kTileKeys, stride_ / 2, key_tiles_.data() + first * stride_ / 2);
       copy_tile(value, batch, head, first, is_real, tile_.data(), value_stride_);
       pair_rows(tile_.data(), value_stride_, kTileKeys, value_pairs_.data() + first * value_stride_ / 2);
@@ -334,7 +340,7 @@ class AmxForward {
     multiply_row_tiles(query_.data() + queries.begin * stride_, key_tiles_.data() + keys.begin * stride_ / 2, stride_,
                        keys, products);
     if (unit)
-      scale_products(query_inverse_.data() + queries.begin, key_inverse_.data() + keys.begin, products);
+      scale_products(queries, keys, query_inverse_.data(), key_inverse_.data(), products);
   }
 
   // Overwrites the weights.
@@ -395,7 +401,12 @@ class AmxBackward {
     copy_query_tiles(query, batch, head, {0, num_queries_}, query_.data(), stride_);
     copy_query_tiles(grad, batch, head, {0, num_queries_}, grad_.data(), value_stride_);
     const int64_t whole = whole_query_tiles(num_queries_);
-    if (unit) invert_lengths(query_.data(), stride_, whole, query_inverse_.data());
+    if (unit) {
+      // what is past the last row is multiplied too
+      query_inverse_.zero();
+      key_inverse_.zero();
+      invert_lengths(query_.data(), stride_, num_queries_, query_inverse_.data());
+    }
     const auto transpose = [&](const BFloat16* rows, int64_t stride, BFloat16* to) YOSO_INLINE_LAMBDA {
       for (int64_t first = 0; first < whole; first += kTileQueries) {
         pair_rows(rows + first * stride, stride, kTileQueries, pairs_.data());
@@ -407,7 +418,8 @@ class AmxBackward {
     for (int64_t first = 0; first < num_keys_; first += kTileKeys) {
       BFloat16* const keys = key_.data() + first * stride_;
       copy_tile(key, batch, head, first, is_real, keys, stride_);
-      if (unit) invert_lengths(keys, stride_, kTileKeys, key_inverse_.data() + first);
+      if (unit)
+        invert_lengths(keys, stride_, std::min(kTileKeys, num_keys_ - first), key_inverse_.data() + first);
       transpose_words(keys, kTileKeys, stride_ / 2, key_tiles_.data() + first * stride_ / 2);
       pair_rows(keys, stride_, kTileKeys, key_pairs_.data() + first * stride_ / 2);
       copy_tile(value, batch, head, first, is_real, value_tile_.data(), value_stride_);
@@ -426,7 +438,7 @@ class AmxBackward {
     multiply_row_tiles(grad_.data() + queries.begin * value_stride_,
                        value_tiles_.data() + keys.begin * value_stride_ / 2, value_stride_, keys, value_products);
     if (unit)
-      scale_products(query_inverse_.data() + queries.begin, key_inverse_.data() + keys.begin, products);
+      scale_products(queries, keys, query_inverse_.data(), key_inverse_.data(), products);
   }
 
   // The slopes stay as they are.

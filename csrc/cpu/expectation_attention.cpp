@@ -32,18 +32,18 @@ struct AllPairs {
   YOSO_INLINE bool is_real(int64_t) const { return true; }
 
   template <class V, class T = Element<V>>
-  YOSO_INLINE void weigh(Range, Range, T* weights) const {
+  YOSO_INLINE void weigh(Range queries, Range keys, T* weights) const {
     if (coarse)
-      kernel_weights<V, true>(weights, tau);
+      kernel_weights<V, true>(queries, keys, weights, tau);
     else
-      kernel_weights<V>(weights, tau);
+      kernel_weights<V>(queries, keys, weights, tau);
   }
   template <class V, class T = Element<V>>
   YOSO_INLINE void weigh(Range queries, Range keys, T* weights, T* slopes) const {
     if (exact) return kernel_slopes<V>(weights, tau, slopes);
     weigh<V>(queries, keys, weights);
     // the lower bound
-    for (int64_t i = 0; i < kTileSize; ++i) slopes[i] = weights[i] * (static_cast<T>(tau) / 2);
+    for (int64_t i = 0; i < queries.count() * kTileKeys; ++i) slopes[i] = weights[i] * (static_cast<T>(tau) / 2);
   }
   template <class V, class T = Element<V>>
   YOSO_INLINE void centre_products(Range, T*) const {}

@@ -49,7 +49,7 @@ struct NearPairs {
 
   template <class V, class T = Element<V>>
   YOSO_INLINE void weigh(Range queries, Range keys, T* weights) {
-    kernel_weights<V>(weights, tau);
+    kernel_weights<V>(queries, keys, weights, tau);
     for (int64_t hash = 0; hash < num_hash; hash += kHashBlock) {
       count_agreeing<V>(queries, keys, hash, std::min(kHashBlock, num_hash - hash));
       for (int64_t i = 0; i < kTileSize; ++i) weights[i] -= agreeing[i] * (T{1} / num_hash);

@@ -145,17 +145,20 @@ YOSO_INLINE void power(X (&base)[count], int64_t exponent, X (&out)[count]) {
   }
 }
 
-// A tile's weights p(cosine), in the place of its cosines; `coarse` is precise enough for bfloat16.
+// The weights p(cosine) of a tile's rows, as wide as it has keys, in the place of its cosines; `coarse` is precise enough
+// for bfloat16.
 template <class V, bool coarse = false, class T = Element<V>>
-YOSO_INLINE void kernel_weights(T* weights, int64_t tau) {
+YOSO_INLINE void kernel_weights(Range queries, Range keys, T* weights, int64_t tau) {
   using X = Numbers<V>;
-  for (int64_t i = 0; i < kTileSize; i += kTogether * kNumbers<V>) {
-    X base[kTogether], out[kTogether];
-    for (int64_t j = 0; j < kTogether; ++j)
-      base[j] = angle_complement<coarse>(load_numbers<X>(weights + i + j * kNumbers<V>));
-    power(base, tau, out);
-    for (int64_t j = 0; j < kTogether; ++j) store_numbers(weights + i + j * kNumbers<V>, out[j]);
-  }
+  const int64_t width = padded(keys.count());
+  for (int64_t q = 0; q < queries.count(); q += kTogether)
+    for (int64_t k = 0; k < width; k += kNumbers<V>) {
+      T* const from = weights + q * kTileKeys + k;
+      X base[kTogether], out[kTogether];
+      for (int64_t j = 0; j < kTogether; ++j) base[j] = angle_complement<coarse>(load_numbers<X>(from + j * kTileKeys));
+      power(base, tau, out);
+      for (int64_t j = 0; j < kTogether; ++j) store_numbers(from + j * kTileKeys, out[j]);
+    }
 }
 
 // What keeps and multiplies rows of In, by its Forward and Backward.
