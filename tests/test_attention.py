@@ -302,8 +302,7 @@ def test_auto_goes_by_the_dtype_on_a_cpu_with_amx(monkeypatch, similarity):
             assert not exact_is_cheaper(crossing + 1, crossing + 1, 3, similarity, "cpu", dtype)
 
 
-def test_auto_samples_longer_texts_in_bfloat16_where_there_is_no_amx(monkeypatch):
-    """Whichever the processor has: the call goes by the dtype that it gets."""
+def test_the_call_goes_by_the_dtype_that_it_gets(monkeypatch):
     monkeypatch.setattr(attention, "EXACT_TOKENS_PER_HASH_WITH_AMX", {"cosine": 2 * EXACT_TOKENS_PER_HASH["cosine"]})
     arguments = [x.bfloat16() for x in inputs(1, 2, CROSSING + 1, CROSSING + 1)]
     on_cpu = torch.get_default_device().type == "cpu"

@@ -163,8 +163,8 @@ YOSO_INLINE void widen_rows(const BFloat16* from, int64_t stride, int64_t count,
       store<Floats>(to + c, load_as<Floats>(from + c) * factors[row]);
 }
 
-// The inverse lengths of rows, of as many as make up 16s: those past the last are zeros. A row that counts as of length
-// zero becomes zero, or what is no number where it has one.
+// The inverse lengths of rows, and of the zeros that fill up the last 16. A row that counts as of length zero becomes
+// zero, or what is no number where it has one.
 YOSO_INLINE void invert_lengths(BFloat16* rows, int64_t stride, int64_t count, float* inverse_length) {
   for (int64_t first = 0; first < count; first += kAmxRows) {
     Floats squares[kAmxRows] = {};

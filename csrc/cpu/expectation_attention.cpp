@@ -19,7 +19,7 @@ YOSO_INLINE void kernel_slopes(T* weights, int64_t tau, T* slopes) {
 }
 
 struct AllPairs {
-  static constexpr bool kUnit = true;
+  static constexpr bool kUnit = true, kNear = false;
   int64_t tau;
   bool exact;
   // whether rows are of bfloat16

@@ -22,7 +22,7 @@ struct Codes {
 
 // The pairs of positions at most `window` apart, their weights p less the share of equal codes.
 struct NearPairs {
-  static constexpr bool kUnit = true;
+  static constexpr bool kUnit = true, kNear = true;
   Codes query_codes, key_codes;
   int64_t num_hash, length, tau, window;
   // of the head's first codes

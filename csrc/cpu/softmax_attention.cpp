@@ -26,7 +26,7 @@ YOSO_INLINE Element<V> largest_lane(V x) {
 // The pairs of one head. A weight is 2^(factor q.k + bias of the key), over about the largest of its row or their sum.
 template <class T>
 struct SoftmaxPairs {
-  static constexpr bool kUnit = false;
+  static constexpr bool kUnit = false, kNear = false;
   T factor;
   // 0, or minus infinity where a key is masked or there is none; padded to whole tiles
   const T* bias;

@@ -2,6 +2,7 @@
 //
 // What the weights are, and which tiles have any, is for a class of pairs to say:
 //     kUnit                           whether rows are scaled to length one, so that their products are cosines
+//     kNear                           whether a tile meets only those near it
 //     keys_of(queries, keys)          the part of the keys that a tile of queries needs; begins where a tile does
 //     queries_of(keys, queries)       the like for a tile of keys
 //     weigh(queries, keys, weights[, slopes])   puts a tile's weights in the place of the products of its rows, and
@@ -188,12 +189,13 @@ template <class V, class Pairs, class Rows, class T = Element<V>>
 YOSO_INLINE void attention_rows(Pairs& pairs, int64_t first, int64_t num_queries, int64_t num_keys, Rows& rows) {
   // one buffer, from products to what is multiplied: with the rows, it stays in a first-level cache
   alignas(64) T weights[kTileSize];
-  for (int64_t chunk = 0; chunk < num_keys; chunk += kChunkRows)
+  const int64_t chunk_rows = Pairs::kNear ? num_keys : kChunkRows;
+  for (int64_t chunk = 0; chunk < num_keys; chunk += chunk_rows)
     for (int64_t q = 0; q < num_queries; q += kTileQueries) {
       const Range queries{q, std::min(num_queries, q + kTileQueries)};
       const Range queries_of_head{first + queries.begin, first + queries.end};
       const Range keys = pairs.keys_of(queries_of_head, {0, num_keys});
-      const int64_t end = std::min(keys.end, chunk + kChunkRows);
+      const int64_t end = std::min(keys.end, chunk + chunk_rows);
       for (int64_t k = std::max(keys.begin, chunk); k < end; k += kTileKeys) {
         const Range tile{k, std::min(end, k + kTileKeys)};
         rows.template multiply_rows<V>(queries, tile, weights);
@@ -249,8 +251,9 @@ template <class V, class Pairs, class Rows, class T = Element<V>>
 YOSO_INLINE void attention_gradients(Pairs& pairs, Rows& rows, Range all_queries, Range all_keys, bool to_queries,
                                      bool to_keys) {
   alignas(64) T weights[kTileSize], slopes[kTileSize], value_products[kTileSize];
-  for (int64_t chunk = all_queries.begin; chunk < all_queries.end; chunk += kChunkRows) {
-    const Range chunk_queries{chunk, std::min(all_queries.end, chunk + kChunkRows)};
+  const int64_t chunk_rows = Pairs::kNear ? all_queries.count() : kChunkRows;
+  for (int64_t chunk = all_queries.begin; chunk < all_queries.end; chunk += chunk_rows) {
+    const Range chunk_queries{chunk, std::min(all_queries.end, chunk + chunk_rows)};
     for (int64_t k = all_keys.begin; k < all_keys.end; k += kTileKeys) {
       const Range keys{k, std::min(all_keys.end, k + kTileKeys)}, near = pairs.queries_of(keys, chunk_queries);
       for (int64_t q = near.begin; q < near.end; q += kTileQueries) {

@@ -49,9 +49,9 @@ FEWEST_BITS = 13
 # than softmax with either.
 EXACT_TOKENS_PER_HASH = {"cosine": 11, "softmax": 40}
 # Of bfloat16 on a CPU with AMX, where exact kernels take a third of the time, and sampled ones what they take in
-# float32; up to there samples would take longer than softmax. "cosine" and "softmax", D = 64, by
+# float32; "softmax" with D = 64 and m = 64, from where on samples take less time than PyTorch's softmax. By
 #     python benchmarks/bench_attention.py --groups lengths similarity --dtype bfloat16 \
-#         --lengths 768 1024 1280 6144 7168 8192 9216 --output crossing.json
+#         --lengths 768 1024 1280 6144 7168 8192 --output crossing.json
 EXACT_TOKENS_PER_HASH_WITH_AMX = {"cosine": 32, "softmax": 120}
 # by count, not measured (docs/cuda.md): PyTorch's softmax, which is exact there, is faster on a GPU
 SOFTMAX_TOKENS_PER_HASH_ON_CUDA = 256
