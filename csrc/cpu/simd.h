@@ -231,21 +231,11 @@ YOSO_INLINE void store_rows(const Element<V>* from, int64_t from_stride, Element
   }
 }
 
-template <int Offset, class V, int... I>
-YOSO_INLINE V rotate_lanes(V x, std::integer_sequence<int, I...>) {
-  return __builtin_shufflevector(x, x, ((I + Offset) % static_cast<int>(sizeof...(I)))...);
-}
-template <int Offset, class V>
-YOSO_INLINE V rotate_lanes(V x) {
-  return rotate_lanes<Offset>(x, std::make_integer_sequence<int, kLanes<V>>{});
-}
-
-template <class V, int Offset = kLanes<V> / 2>
+template <class V>
 YOSO_INLINE Element<V> sum_of_lanes(V x) {
-  if constexpr (Offset == 0)
-    return x[0];
-  else
-    return sum_of_lanes<V, Offset / 2>(x + rotate_lanes<Offset>(x));
+  Element<V> sum = 0;
+  for (int64_t lane = 0; lane < kLanes<V>; ++lane) sum += x[lane];
+  return sum;
 }
 
 // Scales rows to length one and keeps the inverse lengths; a zero row stays zero, with inverse length 0.

@@ -13,12 +13,17 @@ constexpr int64_t kLoadedRows = 64;
 // below what overflows, and seldom reached
 constexpr int kMostAbove = 8;
 
+template <int Offset, class V, int... I>
+YOSO_INLINE V rotate_lanes(V x, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(x, x, ((I + Offset) % static_cast<int>(sizeof...(I)))...);
+}
+
 template <class V, int Offset = kLanes<V> / 2>
 YOSO_INLINE Element<V> largest_lane(V x) {
   if constexpr (Offset == 0) {
     return x[0];
   } else {
-    const V other = rotate_lanes<Offset>(x);
+    const V other = rotate_lanes<Offset>(x, std::make_integer_sequence<int, kLanes<V>>{});
     return largest_lane<V, Offset / 2>(x > other ? x : other);
   }
 }
