@@ -235,6 +235,14 @@ def test_other_compilers_take_the_cpu_kernels_without_a_warning(target):
     assert not any(process.returncode for process in running)
 
 
+def test_the_kernels_are_compiled_as_cpp20_whatever_torch_takes():
+    """torch 2.11 adds the standard of 2017 where none is named, and later ones that of 2020."""
+    code = "import runpy, setuptools; setuptools.setup = lambda **settings: print(settings['ext_modules'][0]"
+    code += ".extra_compile_args['cxx']); runpy.run_path('setup.py')"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "'-std=c++20'" in run.stdout
+
+
 def test_an_old_setuptools_is_named(tmp_path):
     root = copy_sources(tmp_path)
     code = "import runpy, setuptools; setuptools.__version__ = '65.5.0'; runpy.run_path('setup.py')"
