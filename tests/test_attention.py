@@ -1,3 +1,4 @@
+import bisect
 import math
 import os
 import subprocess
@@ -266,7 +267,7 @@ def test_auto_is_exact_for_longer_where_that_is_softmax(monkeypatch, kernels):
     """And for any length where PyTorch would sample."""
     on_cuda = torch.get_default_device().type == "cuda"
     monkeypatch.setattr(attention, "HAS_CUDA_KERNELS" if on_cuda else "HAS_CPU_KERNELS", kernels)
-    tokens = attention.SOFTMAX_TOKENS_PER_HASH_ON_CUDA if on_cuda else EXACT_TOKENS_PER_HASH["softmax"]
+    tokens = (attention.EXACT_TOKENS_PER_HASH_ON_CUDA if on_cuda else EXACT_TOKENS_PER_HASH)["softmax"]
     options = {"num_hash": 2, "hash_code_len": 4, "similarity": "softmax", "normalization": "sum"}
     for length in (2 * tokens, 2 * tokens + 1):
         arguments = inputs(1, 2, length, length)
@@ -275,17 +276,27 @@ def test_auto_is_exact_for_longer_where_that_is_softmax(monkeypatch, kernels):
         assert torch.allclose(auto, exact) == (length == 2 * tokens or not kernels)
 
 
-def test_auto_goes_by_the_device(monkeypatch):
+def crossing_of(*arguments):
+    """The length up to which the exact weights are taken, 10^9 where they always are."""
+    return bisect.bisect_left(range(1, 10**9 + 1), True, key=lambda n: not exact_is_cheaper(n, n, *arguments))
+
+
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_auto_goes_by_the_device(monkeypatch, similarity):
     monkeypatch.setattr(attention, "HAS_CPU_KERNELS", True)
-    for has_cuda_kernels, on_a_gpu in ((True, 64 * attention.SOFTMAX_TOKENS_PER_HASH_ON_CUDA), (False, 10**9)):
+    monkeypatch.setattr(attention, "HAS_AMX", False)
+    on_cpu = 64 * EXACT_TOKENS_PER_HASH[similarity]
+    without_kernels = 10**9 if similarity == "softmax" else on_cpu
+    for has_cuda_kernels in (True, False):
         monkeypatch.setattr(attention, "HAS_CUDA_KERNELS", has_cuda_kernels)
-        crossings = {"cpu": 64 * EXACT_TOKENS_PER_HASH["softmax"], "cuda": on_a_gpu}
-        for device_type, crossing in crossings.items():
-            assert exact_is_cheaper(crossing, crossing, 64, "softmax", device_type)
-            assert exact_is_cheaper(crossing + 1, crossing + 1, 64, "softmax", device_type) == (crossing == 10**9)
-        assert exact_is_cheaper(704, 704, 64, device_type="cuda")
-        assert not exact_is_cheaper(705, 705, 64, device_type="cuda")
-    assert exact_is_cheaper(10**9, 10**9, 64, "softmax", "mps")
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            on_cuda = without_kernels
+            # without tensor cores, which multiply numbers of 16 bits, the exact kernel has no such lead
+            if has_cuda_kernels and (similarity == "softmax" or dtype != torch.float32):
+                on_cuda = 64 * attention.EXACT_TOKENS_PER_HASH_ON_CUDA[similarity]
+            assert crossing_of(64, similarity, "cuda", dtype) == on_cuda
+            assert crossing_of(64, similarity, "cpu", dtype) == on_cpu
+            assert crossing_of(64, similarity, "mps", dtype) == without_kernels
 
 
 @pytest.mark.parametrize("similarity", SIMILARITIES)
@@ -297,9 +308,7 @@ def test_auto_goes_by_the_dtype_on_a_cpu_with_amx(monkeypatch, similarity):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             with_amx = has_amx and dtype == torch.bfloat16
             tokens = attention.EXACT_TOKENS_PER_HASH_WITH_AMX if with_amx else EXACT_TOKENS_PER_HASH
-            crossing = 3 * tokens[similarity]
-            assert exact_is_cheaper(crossing, crossing, 3, similarity, "cpu", dtype)
-            assert not exact_is_cheaper(crossing + 1, crossing + 1, 3, similarity, "cpu", dtype)
+            assert crossing_of(3, similarity, "cpu", dtype) == 3 * tokens[similarity]
 
 
 def test_the_call_goes_by_the_dtype_that_it_gets(monkeypatch):
@@ -309,7 +318,9 @@ def test_the_call_goes_by_the_dtype_that_it_gets(monkeypatch):
     for has_amx in (False, True):
         monkeypatch.setattr(attention, "HAS_AMX", has_amx)
         options = {"hash_functions": HashFunctions.sample(2, 16, 8, 4)}
-        auto, same = (yoso_attention(*arguments, expectation=x, **options) for x in ("auto", has_amx and on_cpu))
+        # on a GPU it is exact for longer
+        exact = has_amx or not on_cpu
+        auto, same = (yoso_attention(*arguments, expectation=x, **options) for x in ("auto", exact))
         assert torch.equal(auto, same)
 
 

@@ -53,8 +53,9 @@ EXACT_TOKENS_PER_HASH = {"cosine": 11, "softmax": 40}
 #     python benchmarks/bench_attention.py --groups lengths similarity --dtype bfloat16 \
 #         --lengths 768 1024 1280 6144 7168 8192 --output crossing.json
 EXACT_TOKENS_PER_HASH_WITH_AMX = {"cosine": 32, "softmax": 120}
-# by count, not measured (docs/cuda.md): PyTorch's softmax, which is exact there, is faster on a GPU
-SOFTMAX_TOKENS_PER_HASH_ON_CUDA = 256
+# On a GPU with our kernels, by count, not measured (docs/cuda.md). "softmax": its exact weights are PyTorch's, which
+# are faster there. "cosine": of rows of 16 bits, which tensor cores multiply; where the forward crosses.
+EXACT_TOKENS_PER_HASH_ON_CUDA = {"cosine": 48, "softmax": 256}
 
 if torch.__version__ >= "2.13":
     from torch.compiler import is_exporting
@@ -91,8 +92,9 @@ def exact_is_cheaper(
 
     Returns:
         True while the harmonic mean of N and M is at most EXACT_TOKENS_PER_HASH[similarity] m. In its place stands
-        EXACT_TOKENS_PER_HASH_WITH_AMX[similarity] for bfloat16 on a CPU with AMX, and of "softmax" with CUDA kernels
-        SOFTMAX_TOKENS_PER_HASH_ON_CUDA; of "softmax" without compiled kernels all is exact.
+        EXACT_TOKENS_PER_HASH_WITH_AMX[similarity] for bfloat16 on a CPU with AMX, and, with CUDA kernels,
+        EXACT_TOKENS_PER_HASH_ON_CUDA[similarity], of "cosine" for bfloat16 and float16 only; of "softmax" without
+        compiled kernels all is exact.
 
     Raises:
         ValueError: num_hash or similarity is out of range; torch.export with a dynamic length or strict=True: an
@@ -105,15 +107,16 @@ def exact_is_cheaper(
             'expectation="auto" (use_expectation of a model, yoso_use_expectation of an encoder) cannot be exported '
             "with a dynamic length or strict=True: choose True or False, or export a fixed length with strict=False"
         )
-    with_amx = HAS_AMX and device_type == "cpu" and dtype == torch.bfloat16
-    tokens = (EXACT_TOKENS_PER_HASH_WITH_AMX if with_amx else EXACT_TOKENS_PER_HASH)[similarity]
-    if similarity == "softmax":
-        if device_type == "cuda" and HAS_CUDA_KERNELS:
-            tokens = SOFTMAX_TOKENS_PER_HASH_ON_CUDA
-        elif not (device_type == "cpu" and HAS_CPU_KERNELS):
-            return True
+    on_cuda = device_type == "cuda" and HAS_CUDA_KERNELS
+    if similarity == "softmax" and not on_cuda and not (device_type == "cpu" and HAS_CPU_KERNELS):
+        return True
+    tokens_per_hash = EXACT_TOKENS_PER_HASH
+    if on_cuda and (similarity == "softmax" or dtype in (torch.bfloat16, torch.float16)):
+        tokens_per_hash = EXACT_TOKENS_PER_HASH_ON_CUDA
+    elif HAS_AMX and device_type == "cpu" and dtype == torch.bfloat16:
+        tokens_per_hash = EXACT_TOKENS_PER_HASH_WITH_AMX
     # one rule with and without gradients: checkpointing runs a layer both ways, and must compute the same twice
-    return 2 * num_queries * num_keys <= tokens * (num_queries + num_keys) * num_hash
+    return 2 * num_queries * num_keys <= tokens_per_hash[similarity] * (num_queries + num_keys) * num_hash
 
 
 def yoso_attention(
