@@ -11,26 +11,19 @@ from torch import Tensor
 from .reference import (
     _accumulator,
     _finish_output,
-    _hadamard,
+    _hadamard_directions,
     _kernel,
+    _through_buckets,
     _wide_unit_rows,
-    sampled_attention,
 )
 
 
 def hash_hadamard_graph(
     x: Tensor, parameters: Tensor, mask: Tensor | None, num_hash: int, hash_code_len: int
 ) -> Tensor:
-    """Codes by signs of H G H D2 H D1 x, with H as a matrix."""
-    size = parameters.shape[-1]
-    x = torch.nn.functional.pad(_accumulator(x), (0, size - x.shape[-1]))
-    matrix = _hadamard(torch.eye(size, dtype=x.dtype, device=x.device))
-    signs, scales = parameters.to(x.dtype)[:, :, None].split([2, parameters.shape[1] - 2], dim=1)
-    rotated = ((x * signs[:, 0]) @ matrix * signs[:, 1]) @ matrix
-    projections = (rotated[:, :, None] * scales) @ matrix
-    # [B, H, tau * groups, N, P] to [B, H, tau, groups * P, N]
-    projections = projections.unflatten(2, (hash_code_len, -1)).transpose(-1, -2).flatten(3, 4)
-    return _codes(projections[:, :, :, :num_hash], mask)
+    """Codes by signs of H G H D2 H D1 x."""
+    directions = _hadamard_directions(parameters.to(_accumulator(x).dtype), x.shape[3], num_hash, hash_code_len)
+    return hash_gaussian_graph(x, directions, mask, num_hash, hash_code_len)
 
 
 def hash_gaussian_graph(
@@ -43,21 +36,21 @@ def hash_gaussian_graph(
 
 
 def sampled_attention_graph(
-    query: Tensor,
-    key: Tensor,
+    query: Tensor,  # noqa: ARG001
+    key: Tensor,  # noqa: ARG001
     value: Tensor,
     query_codes: Tensor,
     key_codes: Tensor,
     hash_code_len: int,
-    expectation_backward: bool,
+    expectation_backward: bool,  # noqa: ARG001
     unit: bool,
 ) -> tuple[Tensor, Tensor]:
     """Mean over the hash functions, each of them a head of its own with one hash function."""
     num_hash = query_codes.shape[2]
-    source = _accumulator(value).repeat_interleave(num_hash, dim=1)
-    query_codes, key_codes = (codes.flatten(1, 2)[:, :, None] for codes in (query_codes, key_codes))
-    out, _ = sampled_attention(query, key, source, query_codes, key_codes, hash_code_len, expectation_backward, False)
-    return _finish_output(out.unflatten(1, (-1, num_hash)).mean(dim=2).to(value.dtype), unit)
+    source = _accumulator(value).repeat_interleave(num_hash, dim=1).flatten(0, 1)
+    sums = _through_buckets(source, query_codes.flatten(0, 2), key_codes.flatten(0, 2), hash_code_len)
+    out = sums.unflatten(0, (*value.shape[:2], num_hash)).mean(dim=2)
+    return _finish_output(out.to(value.dtype), unit)
 
 
 def expectation_attention_graph(

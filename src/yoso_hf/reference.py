@@ -33,18 +33,18 @@ MAX_LOGARITHM = 60.0
 
 def hash_hadamard(x: Tensor, parameters: Tensor, mask: Tensor | None, num_hash: int, hash_code_len: int) -> Tensor:
     """Codes by signs of H G H D2 H D1 x; see HashFunctions."""
-    parts = x.split(max(1, _rows_at_a_time(x) // max(1, x.shape[0] * x.shape[1])), dim=2)
-    codes = [_hadamard_codes(part, parameters, num_hash, hash_code_len) for part in parts]
-    return _finish_codes(torch.cat(codes, dim=2), mask, hash_code_len)
+    directions = _hadamard_directions(parameters.to(_accumulator(x).dtype), x.shape[3], num_hash, hash_code_len)
+    return hash_gaussian(x, directions, mask, num_hash, hash_code_len)
 
 
 def hash_gaussian(x: Tensor, parameters: Tensor, mask: Tensor | None, num_hash: int, hash_code_len: int) -> Tensor:
     """Codes by signs of projections on given directions; see HashFunctions."""
     x = _accumulator(x)
-    codes = 0
+    codes = x.new_zeros(*x.shape[:2], num_hash, x.shape[2], dtype=torch.int32)
     for bit, directions in enumerate(parameters.to(x.dtype).split(num_hash, dim=1)):
-        codes = codes + ((x @ directions.transpose(-1, -2) > 0).int() << bit)
-    return _finish_codes(codes, mask, hash_code_len)
+        codes.add_(directions @ x.mT > 0, alpha=1 << bit)
+    codes = codes.to(torch.int16 if hash_code_len <= 15 else torch.int32)
+    return codes if mask is None else codes.masked_fill(~mask[:, None, None], -1)
 
 
 def sampled_attention(
@@ -61,11 +61,14 @@ def sampled_attention(
 
     query, key and expectation_backward matter to the gradient only, which ops.py registers.
     """
-    source = _accumulator(value).flatten(0, 1)
-    out = 0
-    for query_rows, key_rows, num_rows in _bucket_rows(query_codes, key_codes, hash_code_len):
-        out = out + _through_buckets(source, key_rows, query_rows, num_rows)
-    return _finish_output((out / query_codes.shape[2]).unflatten(0, value.shape[:2]).to(value.dtype), unit)
+    tensors = (x.flatten(0, 1) for x in (_accumulator(value), query_codes, key_codes))
+    parts = []
+    for source, query_codes_part, key_codes_part in _some_heads(query_codes, key_codes, *tensors):
+        out = source.new_zeros(*query_codes_part.shape[::2], value.shape[3])
+        for codes in zip(query_codes_part.unbind(1), key_codes_part.unbind(1), strict=True):
+            out += _through_buckets(source, *codes, hash_code_len)
+        parts.append(out / query_codes.shape[2])
+    return _finish_output(torch.cat(parts).unflatten(0, value.shape[:2]).to(value.dtype), unit)
 
 
 def sampled_attention_backward(
@@ -83,10 +86,9 @@ def sampled_attention_backward(
     over the hash functions; and the like for keys, with queries and their output's gradient in the bucket.
     """
     tensors = _wide_unit_rows(query), _wide_unit_rows(key), _accumulator(grad), _accumulator(value)
-    tensors = [x.flatten(0, 1) for x in (*tensors, query_codes, key_codes)]
-    heads = max(1, _rows_at_a_time(query) // max(query.shape[2], key.shape[2], 1))
+    tensors = (x.flatten(0, 1) for x in (*tensors, query_codes, key_codes))
     parts = []
-    for q, k, g, v, query_codes_part, key_codes_part in zip(*(x.split(heads) for x in tensors), strict=True):
+    for q, k, g, v, query_codes_part, key_codes_part in _some_heads(query_codes, key_codes, *tensors):
         q_rows, k_rows, g_rows, v_rows = (_with_zero_row(x) for x in (q, k, g, v))
         grad_q, grad_k = torch.zeros_like(q_rows), torch.zeros_like(k_rows)
         for codes in zip(query_codes_part.unbind(1), key_codes_part.unbind(1), strict=True):
@@ -408,49 +410,29 @@ def _heads_last(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _hadamard_codes(x: Tensor, parameters: Tensor, num_hash: int, hash_code_len: int) -> Tensor:
-    size = parameters.shape[-1]
-    x = torch.nn.functional.pad(_accumulator(x), (0, size - x.shape[-1]))
-    signs, scales = parameters.to(x.dtype)[:, None].split([2, parameters.shape[1] - 2], dim=2)
-    rotated = _hadamard(_hadamard(x * signs[:, :, 0]) * signs[:, :, 1])
-    groups = -(-num_hash // size)
-    codes = 0
-    for bit in range(hash_code_len):
-        rows = [_hadamard(rotated * scales[:, :, bit * groups + group]) for group in range(groups)]
-        codes = codes + ((torch.cat(rows, dim=-1)[..., :num_hash] > 0).int() << bit)
-    return codes
+def _hadamard_directions(parameters: Tensor, head_dim: int, num_hash: int, hash_code_len: int) -> Tensor:
+    """The directions of "hadamard" HashFunctions one by one, as those of "gaussian" ones: [H, tau * m, head_dim]."""
+    matrix = parameters.new_ones(1, 1)
+    while len(matrix) < parameters.shape[2]:
+        matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
+    signs, scales = parameters[:, :2, None], parameters[:, 2:, None]
+    # rows of H G, of all bits and groups of P functions, each with a G of its own
+    rows = (scales * matrix[:num_hash]).unflatten(1, (hash_code_len, -1)).flatten(2, 3)[:, :, :num_hash].flatten(1, 2)
+    # H is symmetric
+    return (((rows @ matrix) * signs[:, 1]) @ matrix * signs[:, 0])[..., :head_dim]
 
 
-def _hadamard(x: Tensor) -> Tensor:
-    """The Walsh-Hadamard transform of the last dimension, unnormalised."""
-    shape, half = x.shape, 1
-    while half < shape[-1]:
-        x = x.unflatten(-1, (-1, 2, half))
-        x = torch.stack((x[..., 0, :] + x[..., 1, :], x[..., 0, :] - x[..., 1, :]), dim=-2).reshape(shape)
-        half *= 2
-    return x
-
-
-def _finish_codes(codes: Tensor, mask: Tensor | None, hash_code_len: int) -> Tensor:
-    codes = codes.transpose(-1, -2).to(torch.int16 if hash_code_len <= 15 else torch.int32)
-    if mask is not None:
-        codes = codes.masked_fill(~mask[:, None, None], -1)
-    return codes.contiguous()
-
-
-def _bucket_rows(query_codes: Tensor, key_codes: Tensor, hash_code_len: int):
-    """For each hash function: every query's and key's row [B * H, N] in one table of all buckets, and its size.
-
-    Row 0 belongs to the codes that are in no bucket.
-    """
-    batch_heads = query_codes.shape[0] * query_codes.shape[1]
-    # products, because exporters cannot shift a symbolic number of rows
-    num_buckets = 1 << hash_code_len
-    first = torch.arange(batch_heads, device=query_codes.device)[:, None] * num_buckets + 1
-    num_rows = batch_heads * num_buckets + 1
-    for query_code, key_code in zip(query_codes.unbind(2), key_codes.unbind(2), strict=True):
-        rows = (torch.where(c < 0, 0, first + c) for c in (query_code.flatten(0, 1), key_code.flatten(0, 1)))
-        yield *rows, num_rows
+def _through_buckets(source: Tensor, query_codes: Tensor, key_codes: Tensor, hash_code_len: int) -> Tensor:
+    """For each query the sum of the rows of source [heads, M, C] in its bucket, by one hash function of each head."""
+    # the number of heads may be symbolic, which exporters can multiply, but not shift
+    heads, num_buckets = source.shape[0], 1 << hash_code_len
+    # row 0 is of the codes that are in no bucket
+    first = torch.arange(heads, device=source.device)[:, None] * num_buckets + 1
+    query_rows, key_rows = (torch.where(codes < 0, 0, first + codes) for codes in (query_codes, key_codes))
+    table = source.new_zeros(heads * num_buckets + 1, source.shape[2])
+    table.index_add_(0, key_rows.flatten(), source.flatten(0, 1))
+    table[0] = 0
+    return _gather(table, query_rows)
 
 
 class _RemainderRows:
@@ -524,15 +506,14 @@ def _bucket_pairs(query_codes: Tensor, key_codes: Tensor, hash_code_len: int):
         yield query_order.repeat_interleave(met), key_order[begin + place * parts], parts
 
 
-def _through_buckets(source: Tensor, source_rows: Tensor, target_rows: Tensor, num_rows: int) -> Tensor:
-    """Adds source [B * H, M, C] to a table by row and reads the table by row: [B * H, N, C]."""
-    table = source.new_zeros(num_rows, source.shape[-1]).index_add_(0, source_rows.flatten(), source.flatten(0, 1))
-    table[0] = 0
-    return table[target_rows]
-
-
 def _rows_at_a_time(x: Tensor) -> int:
     return ROWS_CPU if x.device.type == "cpu" else ROWS_OTHER
+
+
+def _some_heads(query_codes: Tensor, key_codes: Tensor, *tensors: Tensor):
+    """Splits tensors [B * H, ..] into those of as many heads as are to be taken at a time."""
+    heads = max(1, _rows_at_a_time(query_codes) // max(query_codes.shape[3], key_codes.shape[3], 1))
+    return zip(*(x.split(heads) for x in tensors), strict=True)
 
 
 def _with_zero_row(x: Tensor) -> Tensor:
