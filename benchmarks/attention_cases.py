@@ -41,10 +41,14 @@ class AttentionCase(Case):
         """The attention itself."""
         raise NotImplementedError
 
-    def weights(self, query: Tensor, key: Tensor) -> Tensor:
-        """What the weights of some queries should be, and their gradient, from float64 tensors.
+    def codes(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:  # noqa: ARG002
+        """Codes [batch, heads, m, length] of query and key from the hash functions that `attend` uses, if any."""
+        return ()
 
-        `verified` holds the queries' positions.
+    def weights(self, query: Tensor, key: Tensor, *codes: Tensor) -> Tensor:
+        """What the weights of some queries of one sequence should be, and their gradient, from float64 tensors.
+
+        `verified` holds the queries' positions, codes are those of these queries and of the keys.
         """
         raise NotImplementedError
 
@@ -86,17 +90,30 @@ class AttentionCase(Case):
         torch.manual_seed(1)
         out = self.attend(*self.inputs)
         torch.manual_seed(1)
-        inputs = [x.detach().double().requires_grad_() for x in self.inputs]
+        with torch.no_grad():
+            codes = self.codes(*self.inputs[:2])
+        if codes:
+            codes = codes[0][..., queries], codes[1]
+        grad, given = self.grad[:, :, queries], ()
+        if self.task != "forward":
+            given = torch.autograd.grad(out, self.inputs, torch.zeros_like(out).index_copy(2, queries, grad))
+        # one sequence at a time: all in float64 would take more memory than some GPUs have
+        for i in range(self.batch):
+            one = slice(i, i + 1)
+            self._verify_sequence(out[one][:, :, queries], grad[one], [x[one] for x in given], one, codes)
+
+    def _verify_sequence(
+        self, out: Tensor, grad: Tensor, given: list[Tensor], one: slice, codes: tuple[Tensor, ...]
+    ) -> None:
+        inputs = [x.detach()[one].double().requires_grad_() for x in self.inputs]
         query, key, value = inputs
-        truth = self.weights(query[:, :, queries], key) @ value
+        truth = self.weights(query[:, :, self.verified], key, *(code[one] for code in codes)) @ value
         if self.unit_output:
             truth = F.normalize(truth, dim=-1)
         tolerance = TOLERANCE[self.dtype]
-        check_close("the output", out[:, :, queries], truth, tolerance)
-        if self.task == "forward":
+        check_close("the output", out, truth, tolerance)
+        if not given:
             return
-        grad = self.grad[:, :, queries]
-        given = torch.autograd.grad(out, self.inputs, torch.zeros_like(out).index_copy(2, queries, grad))
         expected = torch.autograd.grad(truth, inputs, grad.double())
         # the query's is zero, up to rounding, where all keys are equal
         scale = max(x.norm() for x in expected)
@@ -113,14 +130,14 @@ class Softmax(AttentionCase):
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value)
 
-    def weights(self, query: Tensor, key: Tensor) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, *_codes: Tensor) -> Tensor:
         return (query @ key.mT / HEAD_DIM**0.5).softmax(dim=-1)
 
 
 class ExactKernel(AttentionCase):
     """YOSO's weights in expectation."""
 
-    def weights(self, query: Tensor, key: Tensor) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, *_codes: Tensor) -> Tensor:
         cosine = F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).mT
         weights = (1 - cosine.detach().clamp(-1, 1).acos() / torch.pi) ** self.hash_code_len
         return with_lower_bound(weights, cosine, self.hash_code_len)
@@ -144,16 +161,9 @@ class TransformersYoso(ExactKernel):
 class SampledKernel(AttentionCase):
     """YOSO's weights as some hash functions' codes have them."""
 
-    def codes(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes of query and key from the hash functions that `attend` uses."""
-        raise NotImplementedError
-
-    def weights(self, query: Tensor, key: Tensor) -> Tensor:
-        dtype = getattr(torch, self.dtype)
-        with torch.no_grad():
-            query_codes, key_codes = self.codes(query.to(dtype), key.to(dtype))
+    def weights(self, query: Tensor, key: Tensor, *codes: Tensor) -> Tensor:
         collisions = 0
-        for query_code, key_code in zip(query_codes.unbind(2), key_codes.unbind(2), strict=True):
+        for query_code, key_code in zip(*(code.unbind(2) for code in codes), strict=True):
             collisions = collisions + (query_code[..., :, None] == key_code[..., None, :]).float()
         cosine = F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).mT
         return with_lower_bound(collisions.double() / NUM_HASH, cosine, self.hash_code_len)

@@ -73,9 +73,9 @@ class LocalWindow(Sampled, ExactKernel):
         sizes = {"hash_code_len": self.hash_code_len, "num_hash": NUM_HASH}
         return yoso_attention(query, key, value, **sizes, local_window=self.local_window)
 
-    def weights(self, query: Tensor, key: Tensor) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, *codes: Tensor) -> Tensor:
         distance = (self.verified[:, None] - torch.arange(self.length, device=self.device)).abs()
-        exact, sampled = ExactKernel.weights(self, query, key), Sampled.weights(self, query, key)
+        exact, sampled = ExactKernel.weights(self, query, key), Sampled.weights(self, query, key, *codes)
         return torch.where(distance <= self.local_window, exact, sampled)
 
 

@@ -284,9 +284,9 @@ def main() -> None:
         group_rows, group_table = GROUPS[name](args)
         rows += [{"group": name, **row} for row in group_rows]
         table += group_table
-        # not at the end: a run may be cut short
         print_table(group_table)
-    write_results(args, rows, table)
+        # not at the end: a run may be cut short
+        write_results(args, rows, table)
 
 
 if __name__ == "__main__":

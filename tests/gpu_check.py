@@ -18,6 +18,10 @@ import torch
 ROOT = Path(__file__).parents[1]
 # what computes on the device that the tests put their tensors on, and what of it runs at the same time
 TESTS = ["ops kernels hashing", "local_window attention", "cuda_device", "modeling_yoso"]
+# seconds for all, of which the benchmarks get what the steps before leave
+LIMIT = 470
+# how a step may end beside passing
+NOT_SUPPORTED, NOT_FOUND = "not supported", "not found"
 # these measure the CPU's memory, whatever the device
 LEFT_OUT = "not memory_is_linear and not gigabyte"
 LOADED = 'from yoso_hf import ops; assert "cuda" in ops.compiled_backends(), "the extension has no CUDA kernels"'
@@ -40,11 +44,16 @@ def run(name: str, command: list[str], limit: int, **environment: str) -> tuple[
     start = perf_counter()
     paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+    # ninja, which builds on all cores, may be installed beside an interpreter that is not on the path
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": ROOT, "env": environment}
     with subprocess.Popen(command, start_new_session=True, **options) as step:
         try:
             output, _ = step.communicate(timeout=limit)
             result = "passed" if step.returncode == 0 else f"FAILED ({step.returncode})"
+            # what compute-sanitizer says on some virtual machines
+            if step.returncode != 0 and b"Device not supported" in output:
+                result = NOT_SUPPORTED
         except subprocess.TimeoutExpired:
             # with all that it has started, which would go on beside the next step
             os.killpg(step.pid, signal.SIGKILL)
@@ -58,6 +67,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         sys.exit("gpu-check needs a GPU that torch can use; torch.cuda.is_available() is False")
     major, minor = torch.cuda.get_device_capability()
+    start = perf_counter()
     python = sys.executable
     build = [python, "setup.py", "build_ext", "--inplace"]
     # compute-sanitizer names lines of the source then
@@ -81,12 +91,13 @@ def main() -> int:
                 together.append(pool.submit(run, tool, command, 180, PYTORCH_NO_CUDA_MEMORY_CACHING="1"))
         steps += [step.result() for step in together]
         if sanitizer is None:
-            steps.append(("compute-sanitizer", "not found", 0.0))
-        steps.append(run("benchmarks", [python, "benchmarks/bench_cuda.py", "--seconds", "1"], 140))
+            steps.append(("compute-sanitizer", NOT_FOUND, 0.0))
+        left = int(LIMIT - (perf_counter() - start))
+        steps.append(run("benchmarks", [python, "benchmarks/bench_cuda.py", "--seconds", "1"], left))
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for name, result, seconds in steps:
         print(f"{name:26s} {result:20s} {seconds:6.0f} s")
-    return int(any(result not in ("passed", "not found") for _, result, _ in steps))
+    return int(any(result not in ("passed", NOT_FOUND, NOT_SUPPORTED) for _, result, _ in steps))
 
 
 if __name__ == "__main__":
