@@ -37,13 +37,16 @@ __device__ void load_slice(T (&to)[kTile][kSlice + 1], const HeadSide<In>& side,
 }
 
 // Adds f(r, c) to the sums of up to kTile rows.
-template <class In, class F>
+template <class In, class F, class T = Accumulator<In>>
 __device__ void add_slice(const HeadSide<In>& side, const int32_t* order, int count, int first_column, int columns,
                           const F& f) {
   for (int i = threadIdx.x; i < kTile * kSlice; i += kThreads) {
     const int r = i / kSlice, c = i % kSlice;
-    if (r < count && first_column + c < columns)
-      row_at(side.sums, order[r], side.sum_bytes)[first_column + c] += f(r, c);
+    if (r < count && first_column + c < columns) {
+      T* sum = row_at(side.sums, order[r], side.sum_bytes) + first_column + c;
+      // not from a first-level cache, which may hold it from before another launch, on another multiprocessor, added
+      *sum = __ldcg(sum) + f(r, c);
+    }
   }
 }
 

@@ -33,23 +33,19 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// Adds to two floats, `offset` floats behind an address that is aligned to their size, unless there are none: on sm_90
-// in two instructions, which a branch or an addition would double. Not by atomicAdd, which does not know that the
-// address is one of global memory: it would wait for an answer to tell it from shared memory's.
+// Adds to two floats, `offset` floats behind an address that is aligned to their size. Not by atomicAdd, which does not
+// know that the address is one of global memory: it would wait for an answer to tell it from shared memory's.
 template <int offset>
-__device__ __forceinline__ void add_two(float* to, float x, float y, bool exists) {
+__device__ __forceinline__ void add_two(float* to, float x, float y) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .pred p; setp.ne.u32 p, %3, 0; @p red.relaxed.gpu.global.add.v2.f32 [%0 + %4], {%1, %2}; }"
-      :
-      : "l"(__cvta_generic_to_global(to)), "f"(x), "f"(y), "r"(uint32_t{exists}), "n"(offset * sizeof(float)));
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0 + %3], {%1, %2};"
+               :
+               : "l"(__cvta_generic_to_global(to)), "f"(x), "f"(y), "n"(offset * sizeof(float)));
 #else
-  asm volatile(
-      "{ .reg .pred p; setp.ne.u32 p, %3, 0; @p red.relaxed.gpu.global.add.f32 [%0 + %4], %1; "
-      "@p red.relaxed.gpu.global.add.f32 [%0 + %5], %2; }"
-      :
-      : "l"(__cvta_generic_to_global(to)), "f"(x), "f"(y), "r"(uint32_t{exists}), "n"(offset * sizeof(float)),
-        "n"((offset + 1) * sizeof(float)));
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0 + %3], %1; red.relaxed.gpu.global.add.f32 [%0 + %4], %2;"
+               :
+               : "l"(__cvta_generic_to_global(to)), "f"(x), "f"(y), "n"(offset * sizeof(float)),
+                 "n"((offset + 1) * sizeof(float)));
 #endif
 }
 
@@ -221,14 +217,24 @@ struct PickedSums {
     wait_for_launches_before();
   }
 
-  // Adds to columns 16 * pair .. 16 * pair + 15.
-  template <int pair>
-  __device__ __forceinline__ void add(const float (&sums)[2][4], float scale, int columns) const {
-    for_numbers<4>([&]<int number>() {
-      constexpr int n = number / 2, half = number % 2, column = 16 * pair + 8 * n;
-      add_two<column>(row[half], sums[n][2 * half] * scale, sums[n][2 * half + 1] * scale,
-                      exists[half] && column < columns);
-    });
+  // Adds products, times scale. The compiler makes a branch of every addition that may be left out: there is one for
+  // all of a row that has all columns.
+  template <int pairs>
+  __device__ __forceinline__ void add(const float (&sums)[pairs][2][4], float scale, int columns) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto add_first = [&](int count) {
+        for_numbers<2 * pairs>([&]<int piece>() {
+          const float* sum = &sums[piece / 2][piece % 2][2 * half];
+          if (8 * piece < count) add_two<8 * piece>(row[half], sum[0] * scale, sum[1] * scale);
+        });
+      };
+      if (!exists[half]) continue;
+      if (columns == 16 * pairs)
+        add_first(16 * pairs);
+      else
+        add_first(columns);
+    }
   }
 };
 
@@ -252,14 +258,14 @@ __device__ __forceinline__ void add_small_bucket(const HeadSide<In>& queries, Sp
   const PickedSums key_sums(lane, keys, picked, kTile, key_span.count);
   wait_for_copies();
   __syncwarp();
-  for_numbers<kColumns / 16>([&]<int pair>() {
-    if (16 * pair >= sizes.D) return;
-    float sums[2][4];
-    multiply_rows(lane, sums, by_query, key_rows, pair);
-    query_sums.template add<pair>(sums, by_query.scale, sizes.D);
-    multiply_rows(lane, sums, by_key, query_rows, pair);
-    key_sums.template add<pair>(sums, by_key.scale, sizes.D);
-  });
+  const auto add = [&](const Weights<In>& weights, const Matrix<kColumns>& rows, const PickedSums& to) {
+    float sums[kColumns / 16][2][4];
+#pragma unroll
+    for (int pair = 0; pair < kColumns / 16; ++pair) multiply_rows(lane, sums[pair], weights, rows, pair);
+    to.add(sums, weights.scale, sizes.D);
+  };
+  add(by_query, key_rows, query_sums);
+  add(by_key, query_rows, key_sums);
 }
 
 // Adds a bucket's part of the sums of up to 16 of one side's rows. A warp has them, with the memory of a matrix of 16
@@ -281,22 +287,20 @@ __device__ __forceinline__ void add_pairs_of_tile(const HeadSide<In>& targets, S
     wait_for_copies();
     __syncwarp();
 #pragma unroll
-    for (int pair = 0; pair < kColumns / 16; ++pair)
-      if (16 * pair < sizes.D) {
-        float some[2][4];
-        multiply_rows(lane, some, weights, source_rows, pair);
+    for (int pair = 0; pair < kColumns / 16; ++pair) {
+      float some[2][4];
+      multiply_rows(lane, some, weights, source_rows, pair);
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
+      for (int n = 0; n < 2; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) sums[pair][n][i] += some[n][i] * weights.scale;
-      }
+        for (int i = 0; i < 4; ++i) sums[pair][n][i] += some[n][i] * weights.scale;
+    }
     source_span = {source_span.first + kTile, source_span.count - kTile};
     if (source_span.count <= 0) break;
     lane = lane_in_bucket();
     picked = PickedRows(lane, targets, target_span, sources, source_span);
   }
-  const PickedSums target_sums(lane, targets, picked, 0, target_span.count);
-  for_numbers<kColumns / 16>([&]<int pair>() { target_sums.template add<pair>(sums[pair], 1, sizes.D); });
+  PickedSums(lane, targets, picked, 0, target_span.count).add(sums, 1, sizes.D);
 }
 
 // The numbers of a piece, times a factor.
@@ -405,10 +409,10 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
     const Span span{target_span.first + tile * kTile, target_span.count - tile * kTile};
     const PickedRows picked(lane, targets, span, targets, span);
     const Fragments<kColumns> left(lane, targets, picked, 0, span.count, sizes.Dv);
-    const PickedSums target_sums(lane, targets, picked, 0, span.count);
-    for_numbers<kColumns / 16>([&]<int pair>() {
-      if (16 * pair >= sizes.D) return;
-      float sums[2][4] = {};
+    float sums[kColumns / 16][2][4] = {};
+#pragma unroll
+    for (int pair = 0; pair < kColumns / 16; ++pair) {
+      if (16 * pair >= sizes.D) break;
 #pragma unroll
       for (int i = 0; i < kColumns / 32; ++i)
 #pragma unroll
@@ -421,11 +425,11 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
           for (int part = 0; part < 2; ++part) {
             load_matrices<true>(b, (part == 0 ? high : low).piece(r, 2 * pair ^ lane / 16));
 #pragma unroll
-            for (int n = 0; n < 2; ++n) multiply_add<In>(sums[n], a, {b[2 * n], b[2 * n + 1]});
+            for (int n = 0; n < 2; ++n) multiply_add<In>(sums[pair][n], a, {b[2 * n], b[2 * n + 1]});
           }
         }
-      target_sums.template add<pair>(sums, power.down, sizes.D);
-    });
+    }
+    PickedSums(lane, targets, picked, 0, span.count).add(sums, power.down, sizes.D);
   }
 }
 

@@ -47,6 +47,10 @@ class Device {
 
   cudaStream_t stream() const { return static_cast<cudaStream_t>(stream_); }
   int64_t num_multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
+  // what is to stay in the second-level cache from one launch to the next, beside all that passes through
+  int64_t cached_bytes() const {
+    return std::min<int64_t>(int64_t{attribute(cudaDevAttrL2CacheSize)} / 5 * 4, 32 << 20);
+  }
   // the most shared memory that a block may ask for
   size_t shared_bytes() const { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
   // Whether launches may start early, see launch. Code for older architectures only, which newer GPUs take as PTX, has

@@ -18,8 +18,6 @@ template <class In>
 constexpr int kSumsAhead = 128 / (kLaneColumns * sizeof(Sum<In>));
 // A bucket of more rows, and of more than this many times the mean, is added up by a warp.
 constexpr int64_t kCrowd = 64, kCrowdOfMean = 4;
-// of the tables of a launch, unless that of one hash function of one head takes more
-constexpr int64_t kTableBytes = int64_t{64} << 20;
 // Hash functions for which a copy of the values' columns in shared memory is worth while.
 constexpr int64_t kHashesOfCopy = 4;
 // Where queries share copies of the tables' columns: lanes that a query has, queries that a lane has, and how many of
@@ -381,8 +379,8 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
                   kWarp * kLaneColumns, " columns, got value with ", p.Dv);
 
   const int64_t heads_sorted = heads_at_once(all_heads, num_hash, p.M, hash_code_len);
-  // tables of all hash functions of some heads, or of some hash functions of one
-  const int64_t table_bytes = table_size * p.entry_bytes, tables = kTableBytes / table_bytes;
+  // tables of all hash functions of some heads, or of some hash functions of one, which the cache keeps
+  const int64_t table_bytes = table_size * p.entry_bytes, tables = device.cached_bytes() / table_bytes;
   const int64_t heads_added = std::clamp<int64_t>(tables / num_hash, 1, heads_sorted);
   const int64_t hashes_added = std::clamp<int64_t>(tables, 1, num_hash);
   const Tensor memory =
@@ -393,7 +391,7 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   p.sums = static_cast<Accumulator<In>*>(sums.mutable_data_ptr());
   const bool whole = aligned(p.value, p.Dv) && aligned(p.out, p.Dv);
   const auto build = whole ? build_tables_kernel<In, Code, true> : build_tables_kernel<In, Code, false>;
-  // as many columns of all values as shared memory holds, and as many blocks as there are multiprocessors
+  // as many columns of all values as shared memory holds, and as many blocks as run at once
   const int64_t shared_limit = device.shared_bytes(), lane_bytes = p.M * kLaneColumns * int64_t{sizeof(In)};
   int build_lane_bits = p.lane_bits;
   while (build_lane_bits > 0 && lane_bytes << build_lane_bits > shared_limit) --build_lane_bits;
@@ -421,8 +419,9 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
         p.hashes = static_cast<int32_t>(std::min(hashes_added, num_hash - first));
         const auto blocks = [&](uint32_t rows) { return heads * p.slices * blocks_of_head(rows, p.lane_bits); };
         if (build_from_shared) {
-          const int64_t enough = divide_up(device.num_multiprocessors(), heads * build_slices);
-          const auto parts = static_cast<int32_t>(std::min(enough, divide_up(p.hashes, kHashesOfCopy)));
+          const int64_t at_once = device.num_multiprocessors() / (heads * build_slices);
+          const auto parts =
+              static_cast<int32_t>(std::clamp<int64_t>(at_once, 1, divide_up(p.hashes, kHashesOfCopy)));
           launch(device, build_from_shared_kernel<In, Code>, heads * build_slices * parts, kSharingThreads,
                  lane_bytes << build_lane_bits, p, build_lane_bits, build_slices, parts);
         } else {

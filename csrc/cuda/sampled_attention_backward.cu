@@ -10,10 +10,8 @@
 namespace yoso {
 namespace {
 
-// Heads whose rows and sums fit here stay in the cache from one hash function to the next.
-constexpr int64_t kCacheBytes = int64_t{32} << 20;
-// blocks that a multiprocessor has at a time, and the most codes that a block has
-constexpr int64_t kResidentBlocks = 2, kBlockCodes = 32;
+// the most codes that a block has
+constexpr int64_t kBlockCodes = 32;
 
 // Fills in the inverse lengths of a side's rows, and clears its sums.
 template <class In, bool aligned>
@@ -111,13 +109,15 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
   const int64_t D = query.size(3), Dv = value.size(3), table_size = int64_t{1} << hash_code_len;
   const int64_t head_bytes = (N + M) * ((D + Dv) * int64_t{sizeof(In)} + D * int64_t{sizeof(T)});
   const int64_t heads_sorted = heads_at_once(all_heads, m, (N + M) / 2, hash_code_len);
-  const int64_t heads_added = std::clamp<int64_t>(kCacheBytes / head_bytes, 1, heads_sorted);
-  // a launch has the blocks that run at a time, or more
-  const int64_t resident = kResidentBlocks * device.num_multiprocessors();
-  const int64_t block_codes = std::min(divide_up(heads_added * table_size, resident), kBlockCodes);
-  const int64_t head_blocks = divide_up(table_size, block_codes);
+  // heads whose rows and sums the cache keeps from one hash function to the next
+  const int64_t heads_added = std::clamp<int64_t>(device.cached_bytes() / head_bytes, 1, heads_sorted);
   const bool tensor_cores = fits_tensor_cores<In>(grad) && fits_tensor_cores<In>(query) &&
                             fits_tensor_cores<In>(key) && fits_tensor_cores<In>(value);
+  // a launch has the blocks that run at a time, by the kernels' launch bounds, or more
+  const bool one_at_a_time = sizeof(In) == 8 || (tensor_cores && std::max(D, Dv) > 64);
+  const int64_t resident = (one_at_a_time ? 1 : 2) * device.num_multiprocessors();
+  const int64_t block_codes = std::min(divide_up(heads_added * table_size, resident), kBlockCodes);
+  const int64_t head_blocks = divide_up(table_size, block_codes);
 
   const ScalarType sum_dtype = length_dtype(query);
   const Tensor lengths = empty_tensor(query, {heads_added, N + M}, sum_dtype);

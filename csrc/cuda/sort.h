@@ -7,6 +7,8 @@
 
 namespace yoso {
 
+// codes of each lane that are on their way while a warp sorts those before them
+constexpr int kCodesAhead = 8;
 // Counters that a warp keeps at most, which every GPU's shared memory holds; codes of more bits are sorted a range at
 // a time.
 constexpr int32_t kSortCounters = 1 << 14;
@@ -44,13 +46,26 @@ __global__ void sort_codes_kernel(const Code* codes, int64_t lists, int64_t rows
   // Calls f(row, place of its code in the part, lanes with the same code) for 32 rows at a time; the lanes that have
   // no row in the part are called with place -1.
   const auto for_rows = [&](int32_t first_code, const auto& f) {
-    int32_t next = lane < rows ? codes[lane] : -1;
-    for (int64_t first = 0; first < rows; first += kWarp) {
-      const uint32_t offset = bucket_of<fold>(next, table_size) - first_code;
-      const int32_t place = offset < static_cast<uint32_t>(part_size) ? static_cast<int32_t>(offset) : -1;
-      const int64_t ahead = first + kWarp + lane;
-      next = ahead < rows ? codes[ahead] : -1;
-      f(first + lane, place, __match_any_sync(kAllLanes, place));
+    int32_t next[kCodesAhead];
+    const auto load = [&](int64_t first) {
+#pragma unroll
+      for (int j = 0; j < kCodesAhead; ++j) {
+        const int64_t row = first + j * kWarp + lane;
+        next[j] = row < rows ? codes[row] : -1;
+      }
+    };
+    load(0);
+    for (int64_t first = 0; first < rows; first += kCodesAhead * kWarp) {
+      int32_t places[kCodesAhead];
+#pragma unroll
+      for (int j = 0; j < kCodesAhead; ++j) {
+        const uint32_t offset = bucket_of<fold>(next[j], table_size) - first_code;
+        places[j] = offset < static_cast<uint32_t>(part_size) ? static_cast<int32_t>(offset) : -1;
+      }
+      load(first + kCodesAhead * kWarp);
+#pragma unroll
+      for (int j = 0; j < kCodesAhead; ++j)
+        f(first + j * kWarp + lane, places[j], __match_any_sync(kAllLanes, places[j]));
     }
   };
 
@@ -110,7 +125,7 @@ template <bool fold = false>
 SortedCodes sort_codes(const Device& device, const Tensor& codes, int64_t first, int64_t heads,
                        int64_t hash_code_len) {
   const int64_t num_hash = codes.size(2), rows = codes.size(3), lists = heads * num_hash;
-  STD_TORCH_CHECK(rows <= INT32_MAX - kWarp, "too many rows: ", rows);
+  STD_TORCH_CHECK(rows <= INT32_MAX - kCodesAhead * kWarp, "too many rows: ", rows);
   const int32_t table_size = int32_t{1} << (hash_code_len - fold);
   SortedCodes sorted{empty_tensor(codes, {lists, rows}, ScalarType::Int),
                      empty_tensor(codes, {lists, table_size + 1}, ScalarType::Int)};

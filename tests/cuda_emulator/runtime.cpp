@@ -77,6 +77,7 @@ const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount: *value = 4; break;
+    case cudaDevAttrL2CacheSize: *value = 50 << 20; break;
     // whatever it has been compiled for: a newer GPU takes PTX for older ones
     case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(shared_bytes_of_device()); break;
