@@ -64,7 +64,8 @@ def test_sampled_mean_is_the_expectation_for_output_and_gradients(cosine, dim, h
 
 
 @BOTH
-def test_masked_keys_add_nothing_and_get_no_gradient(expectation):
+@pytest.mark.parametrize("anything", [1e4, math.nan, -math.inf])
+def test_masked_keys_add_nothing_and_get_no_gradient(expectation, anything):
     query, key, value = inputs()
     key_mask = torch.rand(2, 25) > 0.4
     options = {"expectation": expectation}
@@ -75,8 +76,8 @@ def test_masked_keys_add_nothing_and_get_no_gradient(expectation):
 
     other_key, other_value = key.clone(), value.clone()
     masked = ~key_mask[:, None, :, None].expand(-1, 3, -1, -1)
-    other_key[masked.expand_as(key)] = 1e4
-    other_value[masked.expand_as(value)] = -1e4
+    other_key[masked.expand_as(key)] = anything
+    other_value[masked.expand_as(value)] = -anything
     others = gradients((query, other_key, other_value), grad, key_mask=key_mask, **options)
     for one, other in zip(results, others, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -862,8 +863,11 @@ def test_autocast_does_not_round_what_is_float32(path):
 
 UNDER_AUTOCAST = """
 import torch
-from yoso_hf import HashFunctions, yoso_attention
+from yoso_hf import HashFunctions, attention, yoso_attention
 from yoso_hf.attention import attention_weights
+
+# the others are sampled with similarity="softmax"
+attention.NUM_HEAVY_KEYS = 4
 
 def results(**options):
     torch.manual_seed(0)
@@ -873,8 +877,12 @@ def results(**options):
 
 for kind in ("hadamard", "gaussian"):
     functions = HashFunctions.sample(2, 16, 8, 4, kind=kind)
-    for options in ({"expectation": True}, {}, {"local_window": 3}, {"backward": "expectation"}):
-        options["hash_functions"] = functions
+    softmax = {"similarity": "softmax", "normalization": "sum"}
+    for options in (
+        {"expectation": True}, {}, {"local_window": 3}, {"backward": "expectation"}, {**softmax, "expectation": True},
+        softmax,
+    ):
+        options = {**options, "hash_functions": functions}
         expected = results(**options)
         with torch.autocast("cpu", torch.bfloat16):
             for got, want in zip(results(**options), expected, strict=True):
@@ -957,5 +965,17 @@ def test_tiny_weights_are_divided_by_their_sum():
     tensors = [x.requires_grad_() for x in (query, key, value)]
     out = yoso_attention(*tensors, expectation=True, hash_code_len=[32], normalization="sum")
     torch.testing.assert_close(out, value)
+    for gradient in torch.autograd.grad(out.sum(), tensors):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize(("cosine", "is_kept"), [(-0.7, True), (-0.99, False), (-1.0, False)])
+def test_weights_too_small_to_be_divided_by_count_as_none(cosine, is_kept):
+    """A weight of 1e-41 has an inverse beyond float32's range, which would make a gradient of NaN."""
+    query = torch.tensor([[[[1.0, 0.0]]]])
+    key = torch.tensor([[[[cosine, math.sqrt(1 - cosine**2)]]]])
+    tensors = [x.requires_grad_() for x in (query, key, torch.randn(1, 1, 1, 12))]
+    out = yoso_attention(*tensors, expectation=True, hash_code_len=32, normalization="sum")
+    torch.testing.assert_close(out, tensors[2] if is_kept else torch.zeros_like(out))
     for gradient in torch.autograd.grad(out.sum(), tensors):
         assert gradient.isfinite().all()

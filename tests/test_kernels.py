@@ -1,5 +1,6 @@
 """The kernels of the device that the tests run on: as accurate as PyTorch, whether rows spread or crowd."""
 
+import math
 from functools import partial
 
 import pytest
@@ -269,6 +270,39 @@ def test_remainder_of_rows_of_length_zero_is_zero(dtype):
         assert (x[:, :, ::2] == 0).all()
     for x in (grad_key, grad_value, grad_weight):
         assert (x[:, :, ::3] == 0).all()
+
+
+@needs_softmax_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1.0, 1e2, 1e4, 1e8])
+def test_the_gradient_of_a_single_key_is_that_of_a_weight_of_one(size, dtype):
+    """However large its logarithm, of which the forward keeps what the backward takes from it."""
+    torch.manual_seed(0)
+    query = (size * torch.randn(1, 1, 40, 32)).to(dtype)
+    key, value, grad = (torch.randn(1, 1, rows, 32).to(dtype) for rows in (1, 1, 40))
+    out, logarithm = ops.softmax_attention(query, key, value, None, 32**-0.5)
+    gradients = ops.softmax_attention_backward(grad, out, logarithm, query, key, value, None, 32**-0.5)
+    exact = grad.double().sum(2, keepdim=True)
+    assert (gradients[2] - exact).norm() <= 2 * (grad.sum(2, keepdim=True) - exact).norm() + 1e-6 * exact.norm()
+
+
+@needs_softmax_kernel
+def test_softmax_does_not_depend_on_which_rows_share_a_tile():
+    """Where a logarithm is above the largest before by what is only just too much, or not, by how it is rounded."""
+    torch.manual_seed(0)
+    query = torch.full((1, 1, 40, 1), 0.1)
+    query[0, 0, 25], query[0, 0, 5] = 1, 20
+    key = torch.full((1, 1, 80, 1), -1.0)
+    key[0, 0, 64], key[0, 0, 65:] = 7 + 2**-21, 7 * torch.rand(15, 1)
+    value = torch.randn(1, 1, 80, 8)
+    threads, found = torch.get_num_threads(), []
+    # by threads of their own, or not
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        found += [ops.softmax_attention(query, key, value, None, scale) for scale in (1.0, math.log(2))]
+    torch.set_num_threads(threads)
+    for one, other in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -176,6 +176,23 @@ def test_zero_rows_stay_zero_and_get_no_gradient(implementation, dtype):
             assert (x[1].flatten(1) != 0).any(dim=1).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
+def test_rows_in_no_bucket_may_hold_anything_and_get_no_gradient(implementation, dtype):
+    namespace = ops if implementation == "kernel" else reference
+    query, key, value, grad, _, mask, codes = make((2, 3, 33, 33, 24, 37, 4, 5), dtype)
+    masked = ~mask[:, None, :, None]
+    codes = [x.masked_fill(masked.mT, -1) for x in codes]
+    found = []
+    for anything in (0.0, torch.nan, torch.inf):
+        rows = [x.masked_fill(masked, anything) for x in (grad, query, key, value)]
+        found.append(namespace.sampled_attention_backward(*rows, *codes, 5))
+    for first, *others in zip(*found, strict=True):
+        assert first.masked_select(masked).eq(0).all()
+        assert first.ne(0).any()
+        assert all(torch.equal(first, other) for other in others)
+
+
 def dense_collisions(query_codes, key_codes):
     """The weights a query gives to each key, [B, H, N, M], from the codes pair by pair."""
     equal = (query_codes[..., :, None] == key_codes[..., None, :]) & (key_codes >= 0)[..., None, :]

@@ -7,8 +7,6 @@
 namespace yoso {
 namespace {
 
-// what logarithms of base 2 are cut at
-constexpr double kMaxPower = kMaxLogarithm * M_LOG2E;
 // sums over rows are those of so many parts, on any number of threads
 constexpr int64_t kParts = 32;
 
@@ -144,16 +142,16 @@ struct Keys {
     }
   }
 
-  // of a tile of queries and the heavy keys: their logarithms of base 2, and the powers
+  // of a tile of queries and the heavy keys: their logarithms, and exp of these
   template <class V>
-  YOSO_INLINE void heavy_powers(const T* queries, int64_t num, T* logarithms, T* powers) const {
+  YOSO_INLINE void heavy_exponentials(const T* queries, int64_t num, T* logarithms, T* exponentials) const {
     std::memset(logarithms, 0, kTileSize * sizeof(T));
     multiply<V>(num, kTileKeys, columns, AllRows<const T>{queries, columns}, 1,
                 AllRows<const T>{heavy_tile.data(), kTileKeys}, AllRows<T>{logarithms, kTileKeys});
-    const T factor = scale * static_cast<T>(M_LOG2E), most = static_cast<T>(kMaxPower);
+    const T most = kMaxLogarithm;
     for (int64_t i = 0; i < num * kTileKeys; ++i) {
-      logarithms[i] *= factor;
-      powers[i] = power_of_two(logarithms[i] < most ? logarithms[i] : most);
+      logarithms[i] *= scale;
+      exponentials[i] = exponential(logarithms[i] < most ? logarithms[i] : most);
     }
   }
 };
@@ -178,7 +176,7 @@ YOSO_INLINE void attend(const Keys<T>& keys, const Tensor& query, const Tensor& 
     multiply<V>(num, value_columns, columns, AllRows<const T>{queries.data(), columns}, 1,
                 AllRows<const T>{keys.sums.key_value, value_columns}, AllRows<T>{sums.data(), value_columns});
     if (keys.num_heavy > 0) {
-      keys.template heavy_powers<V>(queries.data(), num, logarithms, weights);
+      keys.template heavy_exponentials<V>(queries.data(), num, logarithms, weights);
       for (int64_t q = 0; q < num; ++q) {
         V sum = {};
         for (int64_t k = 0; k < kTileKeys; k += kLanes<V>) {
@@ -274,7 +272,7 @@ template <class V, class In, class T = Element<V>>
 YOSO_INLINE void query_gradients(const Keys<T>& keys, const Transposes<T>& transposes, const QueryTensors& x,
                                  Range rows, const Gradients<T>& to) {
   const int64_t columns = keys.columns, value_columns = keys.value_columns;
-  const T most = static_cast<T>(kMaxPower);
+  const T most = kMaxLogarithm;
   Buffer<T> queries(kTileQueries * columns), results(kTileQueries * columns);
   Buffer<T> grads(kTileQueries * value_columns), outs(kTileQueries * value_columns);
   const AllRows<const T> query_rows{queries.data(), columns}, grad_rows{grads.data(), value_columns};
@@ -300,7 +298,7 @@ YOSO_INLINE void query_gradients(const Keys<T>& keys, const Transposes<T>& trans
     multiply<V>(num, columns, value_columns, grad_rows, 1, AllRows<const T>{transposes.value_key.data(), columns},
                 result_rows);
     if (keys.num_heavy > 0) {
-      keys.template heavy_powers<V>(queries.data(), num, logarithms, weights);
+      keys.template heavy_exponentials<V>(queries.data(), num, logarithms, weights);
       std::memset(products, 0, sizeof(products));
       multiply<V>(num, kTileKeys, value_columns, grad_rows, 1,
                   AllRows<const T>{transposes.heavy_value_tile.data(), kTileKeys}, AllRows<T>{products, kTileKeys});

@@ -46,6 +46,9 @@ struct Side {
   template <class V, class In>
   YOSO_INLINE void store(T scale, const Tensor& out, int64_t batch, int64_t head, int64_t begin, int64_t end) {
     const int64_t offset = begin * stride;
+    // a row that is zero, or no numbers, as one in no bucket may be, gets no gradient
+    for (int64_t row = begin; row < end; ++row)
+      if (inverse_length[row] == 0) std::memset(unit() + row * stride, 0, columns * sizeof(T));
     through_normalize<V>(sum() + offset, stride, unit() + offset, stride, end - begin, columns,
                          inverse_length.data() + begin, scale);
     store_rows<V>(sum() + offset, stride, T{1}, mutable_rows_of<In>(out), batch, head, begin, end, out.size(3));

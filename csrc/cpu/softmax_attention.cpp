@@ -28,11 +28,12 @@ YOSO_INLINE Element<V> largest_lane(V x) {
   }
 }
 
-// The pairs of one head. A weight is 2^(factor q.k + bias of the key), over about the largest of its row or their sum.
+// The pairs of one head. A weight is exp(scale q.k + bias of the key), over about the largest of its row or their sum.
+// Logarithms are rounded before anything is taken from them: the forward and the backward take the same from the same.
 template <class T>
 struct SoftmaxPairs {
   static constexpr bool kUnit = false, kNear = false;
-  T factor;
+  T scale;
   // 0, or minus infinity where a key is masked or there is none; padded to whole tiles
   const T* bias;
   // the tiles of keys outside have none that is real
@@ -68,7 +69,7 @@ struct SoftmaxPairs {
         const T most = largest[queries.begin + q];
         T *to = weights + q * kTileKeys, *total = totals + (queries.begin + q) * kRowQuantum;
         for (int64_t k = 0; k < width; k += kNumbers<V>)
-          store_numbers(to + k, power_of_two(logarithms_of<X>(q * kTileKeys + k, keys.begin + k, weights) - most));
+          store_numbers(to + k, exponential(logarithms_of<X>(q * kTileKeys + k, keys.begin + k, weights) - most));
         V sum = load<V>(total);
         for (int64_t k = 0; k < width; k += kLanes<V>) sum += load<V>(to + k);
         store<V>(total, sum);
@@ -99,7 +100,7 @@ struct SoftmaxPairs {
 
   template <class X>
   YOSO_INLINE X logarithms_of(int64_t place, int64_t key, const T* products) const {
-    return load_numbers<X>(products + place) * factor + load_numbers<X>(bias + key);
+    return load_numbers<X>(products + place) * scale + load_numbers<X>(bias + key);
   }
 
   // Takes the rows of the tile that have far larger logarithms than before to these, and what their sums are over.
@@ -108,8 +109,9 @@ struct SoftmaxPairs {
     for (int64_t q = 0; q < queries.count(); ++q) {
       const int64_t row = queries.begin + q;
       const T to = largest_lane(largest_of_row<V>(width, q, keys, products));
-      if (!(to > largest[row] + kMostAbove)) continue;
-      const T less = power_of_two(largest[row] - to);
+      // by the same difference as most_above: which rows share a tile must not matter
+      if (!(to - largest[row] > kMostAbove)) continue;
+      const T less = exponential(largest[row] - to);
       largest[row] = to;
       T *x = out + row * value_columns, *total = totals + row * kRowQuantum;
       for (int64_t c = 0; c < value_columns; c += kLanes<V>) store<V>(x + c, load<V>(x + c) * less);
@@ -123,7 +125,9 @@ struct SoftmaxPairs {
     with_width(keys, [&](auto width) YOSO_INLINE_LAMBDA {
       for (int64_t q = 0; q < queries.count(); ++q)
         for (int64_t k = 0, i = q * kTileKeys; k < width; k += kNumbers<V>, i += kNumbers<V>) {
-          const X x = power_of_two(logarithms_of<X>(i, keys.begin + k, weights) - logarithm[queries.begin + q]);
+          // at most 1 but for rounding, which huge logarithms leave much of
+          const X above = logarithms_of<X>(i, keys.begin + k, weights) - logarithm[queries.begin + q];
+          const X x = exponential(above > kMostAbove ? X{} + kMostAbove : above);
           store_numbers(weights + i, x);
           store_numbers(slopes + i, x);
         }
@@ -190,14 +194,14 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
           }
           totals.zero();
           std::fill_n(largest.data(), last - first, std::numeric_limits<T>::lowest());
-          SoftmaxPairs<T> pairs{static_cast<T>(scale * M_LOG2E), bias.data(), tiles, largest.data(), totals.data(),
+          SoftmaxPairs<T> pairs{static_cast<T>(scale), bias.data(), tiles, largest.data(), totals.data(),
                                 rows.sums(), value_columns};
           attention_rows<V>(pairs, 0, last - first, M, rows);
           for (int64_t row = 0; row < last - first; ++row) {
             const T sum = sum_of_lanes(load<V>(totals.data() + row * kRowQuantum)), inverse = sum == 0 ? 0 : 1 / sum;
             T* x = rows.sums() + row * value_columns;
             for (int64_t c = 0; c < value_columns; c += kLanes<V>) store<V>(x + c, load<V>(x + c) * inverse);
-            logarithms[(batch * H + head) * N + first + row] = static_cast<T>(M_LN2) * largest[row] + std::log(sum);
+            logarithms[(batch * H + head) * N + first + row] = largest[row] + std::log(sum);
           }
           store_rows<V>(rows.sums(), value_columns, T{1}, mutable_rows_of<In>(out), batch, head, first, last, Dv);
         }
@@ -237,7 +241,7 @@ void backward(const Tensor& grad, const Tensor& out, const Tensor& logarithm, co
       Rows rows(N, M, query.size(3), Dv);
       Buffer<T> bias(whole_tiles(M)), head_logarithms(N), mean_products(N);
       Buffer<T> grad_rows(kLoadedRows * value_columns), out_rows(kLoadedRows * value_columns);
-      SoftmaxPairs<T> pairs{static_cast<T>(scale * M_LOG2E), bias.data()};
+      SoftmaxPairs<T> pairs{static_cast<T>(scale), bias.data()};
       pairs.logarithm = head_logarithms.data();
       pairs.mean_product = mean_products.data();
       for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
@@ -247,7 +251,7 @@ void backward(const Tensor& grad, const Tensor& out, const Tensor& logarithm, co
         for (int64_t row = 0; row < N; ++row) {
           const T logarithm = logarithms[batch_head * N + row];
           // without a key, all weights are zero whatever they are divided by
-          head_logarithms[row] = std::isinf(logarithm) ? 0 : logarithm * static_cast<T>(M_LOG2E);
+          head_logarithms[row] = std::isinf(logarithm) ? 0 : logarithm;
         }
         Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
           using V = Vector<T, bytes()>;

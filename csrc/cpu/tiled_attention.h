@@ -90,17 +90,18 @@ YOSO_INLINE X angle_complement(X x) {
   return x < 0 ? angle : 1.0f - angle;
 }
 
-YOSO_INLINE double power_of_two(double x) { return std::exp2(x); }
+YOSO_INLINE double exponential(double x) { return std::exp(x); }
 
-// 2^x for x < 127, as 2^n 2^f with n an integer; 0 below float's normal range.
+// exp(x) for x < 88, as 2^n 2^f with n an integer; 0 below float's normal range.
 template <class X>
-YOSO_INLINE X power_of_two(X x) {
+YOSO_INLINE X exponential(X x) {
   // added to a small number it rounds that to an integer, which the lowest bits of the sum hold
   constexpr float kRounds = 0x1.8p23f;
-  constexpr float kSmallest = -126;
+  constexpr float kSmallest = -87.25f;
+  constexpr float kLog2E = static_cast<float>(M_LOG2E);
   using Bits = typename BitsOf<X>::type;
   const X y = x < kSmallest ? X{} + kSmallest : x;
-  const X rounded = y + kRounds, f = y - (rounded - kRounds);
+  const X rounded = y * kLog2E + kRounds, f = y * kLog2E - (rounded - kRounds);
   // a minimax fit of 2^f on [-1/2, 1/2], with a relative error of 1e-7
   X series = X{} + 0.00132647273f;
   series = series * f + 0.00967151299f;

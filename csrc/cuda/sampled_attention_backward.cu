@@ -65,9 +65,12 @@ __global__ void __launch_bounds__(kRowThreads)
     const int columns = columns_of_lane(sizes.D, first);
     load_columns<aligned>(x + first, columns, part);
     load_columns<aligned>(sums + first, columns, sum);
+    // a row that is zero, or no numbers, as one in no bucket may be, gets no gradient
 #pragma unroll
-    for (int c = 0; c < kLaneColumns; ++c)
-      part[c] = static_cast<In>((sum[c] - product * (static_cast<T>(part[c]) * inverse)) * scale * inverse);
+    for (int c = 0; c < kLaneColumns; ++c) {
+      const T unit = static_cast<T>(part[c]) * inverse;
+      part[c] = static_cast<In>(inverse > 0 ? (sum[c] - product * unit) * scale * inverse : 0);
+    }
     store_columns<aligned>(part, columns, to + first);
   }
 }

@@ -37,6 +37,8 @@ NUM_HEAVY_KEYS = 64
 # The bits of its samples' codes up to 4096 keys. Fewer would be less noisy where there are fewer keys, but would make
 # samples depend on how far a text is padded there, and take a compiled graph for each number of bits.
 FEWEST_BITS = 13
+# sums of weights up to this count as none
+SMALLEST_TOTAL = 1e-36
 
 # The length, for each hash function, at which the exact kernel takes as long as the sampled one, by similarity; on
 # CPUs in float32. "cosine": that at which "yoso" and "yoso expectation" cross, m = 32, tau = 9, D = 64, between that
@@ -387,8 +389,9 @@ def _bits_for(num_keys: int, highest: int) -> int:
 
 
 def _divide(out: Tensor, total: Tensor) -> Tensor:
-    # by infinity where there is no weight: a quotient that is masked afterwards would have the gradient 0 * inf
-    return out / torch.where(total > 0, total, math.inf)
+    # by infinity where there is no weight: a quotient that is masked afterwards would have the gradient 0 * inf, and so
+    # would one by a total whose inverse is out of float32's range
+    return out / torch.where(total > SMALLEST_TOTAL, total, math.inf)
 
 
 def _unit_rows(out: Tensor) -> Tensor:

@@ -85,6 +85,7 @@ def sampled_attention_backward(
     For unit rows, grad_query_i = tau / (2 m) grad_i^T (sum of value_j key_j^T over the keys in i's bucket), summed
     over the hash functions; and the like for keys, with queries and their output's gradient in the bucket.
     """
+    (query,), (key,) = _zero_masked(query_codes, query), _zero_masked(key_codes, key)
     tensors = _wide_unit_rows(query), _wide_unit_rows(key), _accumulator(grad), _accumulator(value)
     tensors = (x.flatten(0, 1) for x in (*tensors, query_codes, key_codes))
     parts = []
