@@ -43,7 +43,7 @@ ASKED = {
 }
 
 # of random tensors, of which a single estimate is off by twice the result
-SOFTMAX_DRAWS, SOFTMAX_TOLERANCE = 64, 0.6
+SOFTMAX_DRAWS, SOFTMAX_TOLERANCE, SOFTMAX_GRADIENT_TOLERANCE = 64, 0.4, 0.6
 
 Rows = list[dict[str, Any]]
 
@@ -115,7 +115,7 @@ class SampledSoftmax(ExactSoftmax):
                 means = [mean + x / SOFTMAX_DRAWS for mean, x in zip(means, found, strict=False)]
         names = ("the output", "the gradient of query", "the gradient of key", "the gradient of value")
         for name, mean, truth in zip(names, means, truths, strict=False):
-            check_close(name, mean, truth, SOFTMAX_TOLERANCE)
+            check_close(name, mean, truth, SOFTMAX_TOLERANCE if name == "the output" else SOFTMAX_GRADIENT_TOLERANCE)
 
 
 def lengths(args: argparse.Namespace) -> tuple[Rows, Rows]:

@@ -31,7 +31,7 @@ GPU_RUNS = 5
 LONG_GPU_RUN = 0.1
 # the arguments of benchmarks that choose among their cases
 CASE_ARGUMENTS = ("groups", "lengths", "length", "pair_lengths", "limit", "settings", "fit_sentences", "batch")
-CASE_ARGUMENTS += ("document_lengths", "max_documents")
+CASE_ARGUMENTS += ("document_lengths", "max_documents", "dtype")
 
 
 class WrongResult(Exception):

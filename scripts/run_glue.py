@@ -191,7 +191,7 @@ def hub_data(args: GlueArguments) -> dict[str, Any]:
         "dataset_type": "nyu-mll/glue",
         "dataset_name": "GLUE",
         "dataset_config": args.task_name,
-        "dataset_split": f"validation{rows}",
+        "dataset_split": f"{'validation_matched' if args.task_name == 'mnli' else 'validation'}{rows}",
     }
     return {"datasets": ["nyu-mll/glue"], "evaluated_on": evaluated_on}
 

@@ -645,6 +645,28 @@ def test_samples_of_softmax_come_to_softmax(monkeypatch, hash_code_len):
         assert many < 0.05
 
 
+def test_samples_of_softmax_do_not_notice_what_all_keys_have_in_common(monkeypatch):
+    monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", 3)
+    query, key, value = inputs(N=40, M=50, dtype=torch.float64)
+    functions = HashFunctions.sample(3, 16, 8, 4)
+    options = {"hash_functions": functions, "similarity": "softmax", "normalization": "sum"}
+    expected = yoso_attention(query, key, value, **options)
+    torch.testing.assert_close(yoso_attention(query, key + 5 * torch.randn(16), value, **options), expected)
+
+
+def test_samples_of_softmax_are_no_noisier_for_what_all_queries_have_in_common(monkeypatch):
+    monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", 4)
+    query, key, value = inputs(B=1, H=2, N=300, M=300, D=16)
+    options = {"num_hash": 64, "hash_code_len": 8, "similarity": "softmax", "normalization": "sum"}
+    errors = []
+    for common in (torch.zeros(16), 6 * torch.nn.functional.normalize(torch.randn(16), dim=0)):
+        softmax = softmax_of(query + common, key, value, None)
+        out = yoso_attention(query + common, key, value, **options)
+        errors.append((out - softmax).norm() / softmax.norm())
+    # its weights are those of the keys, not of the samples
+    assert errors[1] < 0.8 * errors[0]
+
+
 @pytest.mark.parametrize("similarity", ["cosine", "softmax"])
 def test_a_key_like_many_queries_is_where_softmax_has_it(similarity):
     """A key that most queries attend to is missed by samples of cosines, and kept by those of similarity="softmax"."""

@@ -417,6 +417,16 @@ def test_what_yoso_cannot_compute_is_refused():
         model(tokens())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_mask_in_floating_point_is_one_of_tokens(dtype):
+    """The least number of a dtype is what models add for a masked token; of float16 it is only -65504."""
+    model, ids = build("bert", "yoso").to(dtype), tokens()
+    real = torch.arange(21) < torch.tensor([[21], [9], [3]])
+    masks = real, torch.where(real, 0.0, torch.finfo(dtype).min).to(dtype)[:, None, None]
+    expected, found = (model(ids, attention_mask=mask).last_hidden_state[real] for mask in masks)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("attention", ["yoso", "yoso_expectation"])
 def test_models_that_would_ignore_the_name_are_refused(attention):
     config = transformers.NystromformerConfig(**LONG, segment_means_seq_len=64, num_landmarks=8)

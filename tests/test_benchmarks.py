@@ -125,6 +125,14 @@ def test_some_cases_do_not_replace_the_figures_of_all(benchmark, monkeypatch, ca
     assert "--output is needed with --lengths" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("benchmark", [bench_attention, bench_expectation_attention])
+def test_figures_of_another_dtype_do_not_replace_those_of_float32(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_some.py", "--dtype", "bfloat16"])
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main()
+    assert "--output is needed with --dtype" in capsys.readouterr().err
+
+
 def test_slow_peers_are_left_out_by_the_square_of_the_length():
     case = Softmax("cpu", "forward", 4000)
     rows = [

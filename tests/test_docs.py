@@ -7,7 +7,7 @@ import transformers
 from doc_blocks import python_blocks
 from tokenizers import BertWordPieceTokenizer
 
-from yoso_hf import YosoConfig, YosoForMaskedLM
+from yoso_hf import YosoConfig, YosoForMaskedLM, attention
 from yoso_hf.data import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -74,3 +74,18 @@ def test_help_of_the_quickstart(monkeypatch, capsys):
         quickstart.main()
     assert ended.value.code == 0
     assert "python scripts/quickstart.py" in capsys.readouterr().out
+
+
+def test_the_readme_says_where_auto_crosses_over():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    default, amx, cuda = (
+        attention.EXACT_TOKENS_PER_HASH,
+        attention.EXACT_TOKENS_PER_HASH_WITH_AMX,
+        attention.EXACT_TOKENS_PER_HASH_ON_CUDA,
+    )
+    assert f"up to {default['cosine']} tokens for each hash function ({32 * default['cosine']} at m = 32)" in readme
+    assert f"up to {default['softmax']} ({64 * default['softmax']} at its m = 64)" in readme
+    numbers = f"{amx['cosine']} and {amx['softmax']} tokens ({32 * amx['cosine']} and {64 * amx['softmax']})"
+    assert f"CPU with AMX, which exact kernels use, it is {numbers}" in readme
+    numbers = f"{cuda['cosine']} in 16 bits and {cuda['softmax']} ({32 * cuda['cosine']} and {64 * cuda['softmax']:,})"
+    assert f"on a GPU, counted and not measured, {numbers}" in readme

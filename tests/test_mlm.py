@@ -1,5 +1,6 @@
 import copy
 import math
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -136,6 +137,23 @@ def test_training_masks_change_with_every_step_and_epoch(masking, tmp_path, monk
     # each epoch shows each block once
     for epoch in range(3):
         assert len({ids.numpy().tobytes() for ids, _ in seen[4 * epoch : 4 * epoch + 4]}) == 4
+
+
+def test_every_process_masks_other_tokens(masking, tmp_path, monkeypatch):
+    trainer, found = new_trainer(new_model("roberta"), masking, tmp_path), []
+    for process in (0, 1):
+        monkeypatch.setattr(TrainingArguments, "process_index", property(lambda _, process=process: process))
+        batches, _ = trainer.get_batch_samples(iter([{"input_ids": torch.full((2, 64), 7)}]), 1, torch.device("cpu"))
+        found.append(batches[0]["labels"])
+    assert not torch.equal(*found)
+
+
+def test_the_loss_of_bfloat16_logits_is_computed_in_float32(masking, tmp_path):
+    trainer = new_trainer(new_model("roberta"), masking, tmp_path)
+    logits, labels = torch.randn(3, 50, 300).bfloat16(), torch.randint(300, (3, 50))
+    loss = trainer.masked_lm_loss(SimpleNamespace(logits=logits), labels)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.float().mT, labels))
 
 
 def test_evaluation_masks_never_change(masking, tmp_path):

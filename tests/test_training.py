@@ -242,7 +242,9 @@ def test_processes_and_what_is_read_make_another_run(tmp_path, monkeypatch):
     model, file = tmp_path / "model", tmp_path / "train.jsonl"
     model.mkdir()
     weights, log = model / "model.safetensors", model / "all_results.json"
-    contents = {file: "12345", weights: "weights", log: "1"}
+    # longer than what is read at a time
+    long = "x" * 2**21
+    contents = {file: long + "12345", weights: "weights", log: "1"}
 
     def describe():
         return describe_run(args, [str(file), str(model), "google-bert/bert-base-uncased", None])
@@ -253,7 +255,7 @@ def test_processes_and_what_is_read_make_another_run(tmp_path, monkeypatch):
     write_state(folder / "checkpoint-1", 1)
     log.write_text("2")
     assert find_checkpoint(folder, describe())
-    for path, other in ((file, "54321"), (weights, "thgiews")):
+    for path, other in ((file, long + "54321"), (weights, "thgiews")):
         path.write_text(other)
         digests = [hashlib.sha256(content.encode()).hexdigest() for content in (contents[path], other)]
         message = f"holds another run: content of {path} is '{digests[0]}' there and '{digests[1]}' here. "

@@ -389,7 +389,7 @@ def _bits_for(num_keys: int, highest: int) -> int:
 
 
 def _divide(out: Tensor, total: Tensor) -> Tensor:
-    # by infinity where there is no weight: a quotient that is masked afterwards would have the gradient 0 * inf, and so
+    # by infinity where there is no weight: a quotient that is masked afterwards would have the gradient 0 * inf, as
     # would one by a total whose inverse is out of float32's range
     return out / torch.where(total > SMALLEST_TOTAL, total, math.inf)
 

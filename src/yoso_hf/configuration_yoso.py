@@ -4,6 +4,7 @@ from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 
 @strict
@@ -109,6 +110,13 @@ class YosoConfig(PreTrainedConfig):
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in 0..1, got {getattr(self, name)}")
+        for name in ("hidden_act", "classifier_activation"):
+            activation = getattr(self, name)
+            if activation not in ACT2FN and not (activation is None and name == "classifier_activation"):
+                raise ValueError(f"{name} must be one of {', '.join(ACT2FN)}, got {activation!r}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size must be a multiple of num_attention_heads={self.num_attention_heads}, "

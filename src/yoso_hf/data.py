@@ -52,7 +52,7 @@ def find_files(patterns: list[str], source: str) -> list[str]:
     for path in files:
         if os.path.getsize(path) == 0:
             raise ValueError(f"{source} {path}: the file is empty")
-    endings = {os.path.splitext(path)[1] for path in files}
+    endings = {_ending(path) for path in files}
     if len(endings) > 1 or not endings <= _BUILDERS.keys():
         raise ValueError(
             f"{source} takes files of one kind, {' or '.join(_BUILDERS)}; got {' and '.join(sorted(endings))}"
@@ -77,7 +77,7 @@ def read_files(
     Raises:
         ValueError: a file cannot be read as its ending says.
     """
-    builder = _BUILDERS[os.path.splitext(files[0])[1]]
+    builder = _BUILDERS[_ending(files[0])]
     try:
         if builder == "text" and document == "paragraph":
             return _read_paragraphs(files, streaming)
@@ -87,6 +87,10 @@ def read_files(
         return load_dataset(builder, data_files=paths, split="train", streaming=streaming, **options)
     except _READING_ERRORS as error:
         raise _unreadable(f"{source} cannot be read as {builder}", error) from error
+
+
+def _ending(path: str) -> str:
+    return os.path.splitext(path)[1].lower()
 
 
 def _unreadable(what: str, error: Exception) -> ValueError:

@@ -283,8 +283,8 @@ class YosoLMPredictionHead(nn.Module):
         super().__init__()
         self.transform = YosoPredictionHeadTransform(config)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
-        # a second name of decoder.bias, which checkpoints hold
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        # a second name of decoder.bias, which checkpoints hold; where it is not tied, it is used by nothing
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size), requires_grad=config.tie_word_embeddings)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.decoder(self.transform(hidden_states))
@@ -486,7 +486,7 @@ class YosoForMaskedLM(YosoPreTrainedModel):
         bias = new_embeddings.bias
         if not self.config.tie_word_embeddings:
             # a checkpoint would hold a shared parameter under one of its two names only
-            bias = nn.Parameter(bias.detach().clone())
+            bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
         self.cls.predictions.decoder = new_embeddings
         self.cls.predictions.bias = bias
 
