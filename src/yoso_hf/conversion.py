@@ -768,7 +768,9 @@ def _check_output(output_dir: Path, source: str | os.PathLike, overwrite: bool) 
     if not output_dir.exists() or not any(output_dir.iterdir()):
         return
     if not overwrite:
-        raise ValueError(f"output_dir {output_dir} is not empty: choose another one, or set overwrite")
+        raise ValueError(
+            f"output_dir {output_dir} is not empty: choose another one, or set overwrite (--overwrite of the script)"
+        )
     if not (output_dir / "config.json").is_file():
         raise ValueError(f"output_dir {output_dir} holds files but no config.json: only a checkpoint is overwritten")
     # what lies beside a checkpoint would be lost: a repository, a training run, notes
