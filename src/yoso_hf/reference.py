@@ -61,14 +61,12 @@ def sampled_attention(
 
     query, key and expectation_backward matter to the gradient only, which ops.py registers.
     """
-    tensors = (x.flatten(0, 1) for x in (_accumulator(value), query_codes, key_codes))
-    parts = []
-    for source, query_codes_part, key_codes_part in _some_heads(query_codes, key_codes, *tensors):
-        out = source.new_zeros(*query_codes_part.shape[::2], value.shape[3])
-        for codes in zip(query_codes_part.unbind(1), key_codes_part.unbind(1), strict=True):
-            out += _through_buckets(source, *codes, hash_code_len)
-        parts.append(out / query_codes.shape[2])
-    return _finish_output(torch.cat(parts).unflatten(0, value.shape[:2]).to(value.dtype), unit)
+    # in memory as they come, adding rows to a table would take ten times as long
+    source = _accumulator(value).flatten(0, 1).contiguous()
+    out = source.new_zeros(len(source), query_codes.shape[3], value.shape[3])
+    for codes in zip(query_codes.flatten(0, 1).unbind(1), key_codes.flatten(0, 1).unbind(1), strict=True):
+        out += _through_buckets(source, *codes, hash_code_len)
+    return _finish_output((out / query_codes.shape[2]).unflatten(0, value.shape[:2]).to(value.dtype), unit)
 
 
 def sampled_attention_backward(
@@ -87,9 +85,10 @@ def sampled_attention_backward(
     """
     (query,), (key,) = _zero_masked(query_codes, query), _zero_masked(key_codes, key)
     tensors = _wide_unit_rows(query), _wide_unit_rows(key), _accumulator(grad), _accumulator(value)
-    tensors = (x.flatten(0, 1) for x in (*tensors, query_codes, key_codes))
+    tensors = [x.flatten(0, 1) for x in (*tensors, query_codes, key_codes)]
+    heads = max(1, _rows_at_a_time(query) // max(query.shape[2], key.shape[2], 1))
     parts = []
-    for q, k, g, v, query_codes_part, key_codes_part in _some_heads(query_codes, key_codes, *tensors):
+    for q, k, g, v, query_codes_part, key_codes_part in zip(*(x.split(heads) for x in tensors), strict=True):
         q_rows, k_rows, g_rows, v_rows = (_with_zero_row(x) for x in (q, k, g, v))
         grad_q, grad_k = torch.zeros_like(q_rows), torch.zeros_like(k_rows)
         for codes in zip(query_codes_part.unbind(1), key_codes_part.unbind(1), strict=True):
@@ -509,12 +508,6 @@ def _bucket_pairs(query_codes: Tensor, key_codes: Tensor, hash_code_len: int):
 
 def _rows_at_a_time(x: Tensor) -> int:
     return ROWS_CPU if x.device.type == "cpu" else ROWS_OTHER
-
-
-def _some_heads(query_codes: Tensor, key_codes: Tensor, *tensors: Tensor):
-    """Splits tensors [B * H, ..] into those of as many heads as are to be taken at a time."""
-    heads = max(1, _rows_at_a_time(query_codes) // max(query_codes.shape[3], key_codes.shape[3], 1))
-    return zip(*(x.split(heads) for x in tensors), strict=True)
 
 
 def _with_zero_row(x: Tensor) -> Tensor:
