@@ -529,9 +529,19 @@ def readme_table(corner: str, page: str = "README.md") -> dict[str, dict[int, st
     return {row[0]: dict(zip(map(int, head[1:]), row[1:], strict=True)) for row in rows}
 
 
-def measured(name: str, task: str, case: str, field: str) -> dict[int, float]:
+def test_results_are_those_of_a_commit():
+    """A "+" stands for code that differs from it."""
+    commits = {
+        path.name: json.loads(path.read_text())["machine"]["commit"]
+        for path in (BENCHMARKS / "results").glob("*.json")
+    }
+    assert commits
+    assert [name for name, commit in commits.items() if not commit or commit.endswith("+")] == []
+
+
+def measured(name: str, task: str, case: str, field: str, group: str = "lengths") -> dict[int, float]:
     rows = json.loads((BENCHMARKS / "results" / name).read_text())["rows"]
-    wanted = ("lengths", task, case)
+    wanted = (group, task, case)
     return {row["length"]: row[field] for row in rows if (row["group"], row["task"], row["case"]) == wanted}
 
 
@@ -546,6 +556,24 @@ def test_the_readmes_times_of_attention_are_those_of_the_results(task):
         for length, cell in table[f"{name}, {task}"].items():
             # three digits are shown, of short times two
             assert float(cell.replace(",", "")) == pytest.approx(by_length[length], rel=5e-3, abs=0.05)
+
+
+@pytest.mark.parametrize("task", ["forward", BOTH])
+def test_the_times_of_bfloat16_with_amx_are_those_of_the_results(task):
+    table = readme_table("at N =", "docs/results/README.md")
+    for name, group, case in (
+        ("YOSO, sampled", "lengths", "yoso"),
+        ("YOSO, expectation", "lengths", "yoso expectation"),
+        ("softmax, PyTorch's", "lengths", "softmax (sdpa)"),
+        ("softmax, samples (m = 64)", "similarity", "yoso, samples of softmax"),
+        ("softmax, ours", "similarity", "yoso, softmax"),
+        ("softmax, PyTorch's, beside these", "similarity", "softmax (sdpa)"),
+    ):
+        by_length = measured("attention-bfloat16-amx.json", task, case, "ms", group)
+        cells = {length: float(cell.replace(",", "")) for length, cell in table[f"{name}, {task}"].items()}
+        assert cells.keys() == by_length.keys()
+        for length, cell in cells.items():
+            assert cell == pytest.approx(by_length[length], abs=0.051 if cell < 100 else 0.51)
 
 
 @pytest.mark.parametrize("task", ["forward", BOTH])
