@@ -210,8 +210,9 @@ def pack_documents(
 ) -> Iterator[np.ndarray]:
     """Tokenise documents and cut their concatenation into full blocks.
 
-    Every document carries the tokenizer's special tokens, which separate it from its neighbours. A block ends
-    anywhere in a document; only what is left after the last full block of all is dropped.
+    Every document carries the tokenizer's special tokens, which separate it from its neighbours; text that reads like
+    one, such as "<s>" of HTML, becomes one, as the tokenizer has it. A block ends anywhere in a document; only what is
+    left after the last full block of all is dropped.
 
     Args:
         texts: the documents; None and blank ones are left out.
