@@ -663,7 +663,7 @@ def test_samples_of_softmax_are_no_noisier_for_what_all_queries_have_in_common(m
         softmax = softmax_of(query + common, key, value, None)
         out = yoso_attention(query + common, key, value, **options)
         errors.append((out - softmax).norm() / softmax.norm())
-    # its weights are those of the keys, not of the samples
+    # the keys' weights have it, which are exact
     assert errors[1] < 0.8 * errors[0]
 
 

@@ -203,7 +203,7 @@ def test_changed_paragraphs_are_read_again(tmp_path):
         assert list(read_files([str(path)], "--train_file")["text"]) == text.split("\n\n")
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "JSONL"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_text_column_of_files(ending, streaming, tmp_path):
     rows = [{"id": index, "body": text} for index, text in enumerate(texts(9))]

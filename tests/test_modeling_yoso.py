@@ -684,6 +684,19 @@ def test_question_answering_loss_leaves_padding_out():
     assert_near(outputs.loss, expected)
 
 
+@pytest.mark.parametrize("resized", [False, True])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_asks_for_a_gradient_gets_one(tied, resized):
+    """DistributedDataParallel waits for the gradient of a parameter that nothing uses."""
+    model = make_model(YosoForMaskedLM, tie_word_embeddings=tied)
+    if resized:
+        model.resize_token_embeddings(VOCAB_SIZE + 12)
+    ids = make_ids(2, 20)
+    model(ids, labels=ids).loss.backward()
+    assert [name for name, x in model.named_parameters() if x.requires_grad and x.grad is None] == []
+    assert model.cls.predictions.decoder.bias.grad.any()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False])
 def test_resized_embeddings(tied, tmp_path):

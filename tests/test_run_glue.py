@@ -238,6 +238,13 @@ def test_a_score_is_learned(run_glue, checkpoints, tmp_path, architecture):
     assert model.config.problem_type == "regression"
 
 
+@pytest.mark.parametrize(("task_name", "split"), [("mnli", "validation_matched"), ("mrpc", "validation")])
+def test_the_card_names_a_split_that_the_hub_has(run_glue, task_name, split):
+    for rows, slice_of_split in ((None, ""), (50, "[:50]")):
+        args = run_glue.GlueArguments("model", task_name=task_name, max_eval_samples=rows)
+        assert run_glue.hub_data(args)["evaluated_on"]["dataset_split"] == split + slice_of_split
+
+
 @pytest.mark.parametrize("task_name", TASKS)
 def test_predictions_and_scores_are_those_of_the_saved_model(run_glue, checkpoints, tmp_path, task_name):
     task = TASKS[task_name]

@@ -371,12 +371,11 @@ def register_attention() -> None:
     def check_and_refuse(self, requested_attention, *args, **kwargs):
         # transformers takes a registered name for every model, also for those that never look it up
         if requested_attention in IMPLEMENTATIONS and not takes_attention(type(self)):
-            is_yoso = getattr(type(self).config_class, "model_type", None) == "yoso"
-            reason = "its attention is YOSO already, by use_expectation and the other keys of its configuration"
-            other = "its attention is not, or not all, written for transformers' attention interface"
+            reason = "its attention is not, or not all, written for transformers' attention interface"
+            if getattr(type(self).config_class, "model_type", None) == "yoso":
+                reason = "its attention is YOSO already, by use_expectation and the other keys of its configuration"
             raise ValueError(
-                f'{type(self).__name__} does not take attn_implementation="{requested_attention}": '
-                f"{reason if is_yoso else other}"
+                f'{type(self).__name__} does not take attn_implementation="{requested_attention}": {reason}'
             )
         return check(self, requested_attention, *args, **kwargs)
 

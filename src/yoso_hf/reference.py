@@ -61,7 +61,7 @@ def sampled_attention(
 
     query, key and expectation_backward matter to the gradient only, which ops.py registers.
     """
-    # in memory as they come, adding rows to a table would take ten times as long
+    # as they lie in memory, a head's rows may be apart, and adding them to a table took eight times as long
     source = _accumulator(value).flatten(0, 1).contiguous()
     out = source.new_zeros(len(source), query_codes.shape[3], value.shape[3])
     for codes in zip(query_codes.flatten(0, 1).unbind(1), key_codes.flatten(0, 1).unbind(1), strict=True):
