@@ -145,9 +145,8 @@ struct Keys {
   // of a tile of queries and the heavy keys: their logarithms, and exp of these
   template <class V>
   YOSO_INLINE void heavy_exponentials(const T* queries, int64_t num, T* logarithms, T* exponentials) const {
-    std::memset(logarithms, 0, kTileSize * sizeof(T));
-    multiply<V>(num, kTileKeys, columns, AllRows<const T>{queries, columns}, 1,
-                AllRows<const T>{heavy_tile.data(), kTileKeys}, AllRows<T>{logarithms, kTileKeys});
+    multiply<V, false>(num, kTileKeys, columns, AllRows<const T>{queries, columns}, 1,
+                       AllRows<const T>{heavy_tile.data(), kTileKeys}, AllRows<T>{logarithms, kTileKeys});
     const T most = kMaxLogarithm;
     for (int64_t i = 0; i < num * kTileKeys; ++i) {
       logarithms[i] *= scale;
@@ -299,9 +298,9 @@ YOSO_INLINE void query_gradients(const Keys<T>& keys, const Transposes<T>& trans
                 result_rows);
     if (keys.num_heavy > 0) {
       keys.template heavy_exponentials<V>(queries.data(), num, logarithms, weights);
-      std::memset(products, 0, sizeof(products));
-      multiply<V>(num, kTileKeys, value_columns, grad_rows, 1,
-                  AllRows<const T>{transposes.heavy_value_tile.data(), kTileKeys}, AllRows<T>{products, kTileKeys});
+      multiply<V, false>(num, kTileKeys, value_columns, grad_rows, 1,
+                         AllRows<const T>{transposes.heavy_value_tile.data(), kTileKeys},
+                         AllRows<T>{products, kTileKeys});
       for (int64_t q = 0; q < num; ++q)
         for (int64_t k = 0; k < kTileKeys; ++k) {
           const int64_t i = q * kTileKeys + k;

@@ -91,8 +91,7 @@ YOSO_INLINE void add_pairs(Sizes sizes, Side<T>& queries, const int32_t* query_o
       const Picked grads{queries.other(), sizes.stride, query_order + q};
       const Picked query_sums{queries.sum(), sizes.stride, query_order + q};
       if (transposed) {
-        std::memset(weights.data, 0, nq * kTileRows * sizeof(T));
-        multiply<V>(nq, padded(nk), Dv, grads, 1, AllRows<T>{scratch.tile.data(), kTileRows}, weights, ahead);
+        multiply<V, false>(nq, padded(nk), Dv, grads, 1, AllRows<T>{scratch.tile.data(), kTileRows}, weights, ahead);
       } else {
         outlined<V>([=, &ahead](auto) YOSO_INLINE_LAMBDA {
           dot_products<V>(nq, nk, Dv, grads, values, weights.data, kTileRows, ahead);

@@ -281,7 +281,7 @@ struct PickedRows {
   YOSO_INLINE T* operator[](int64_t i) const { return data + picked[i] * stride; }
 };
 
-template <class V, int R, int C, class A, class B, class To>
+template <class V, bool add, int R, int C, class A, class B, class To>
 YOSO_INLINE void multiply_tile(int64_t K, A a, int64_t a_step, B b, To c, int64_t i, int64_t j) {
   // from zero: small sums, added up to c last, are rounded less than a long one
   V sum[R][C] = {};
@@ -295,10 +295,13 @@ YOSO_INLINE void multiply_tile(int64_t K, A a, int64_t a_step, B b, To c, int64_
       for (int v = 0; v < C; ++v) sum[r][v] += factor * row[v];
     }
   }
+  // asked for: GCC unrolls these loops late otherwise, and keeps the sums in memory till then
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int v = 0; v < C; ++v) {
       Element<V>* to = c[i + r] + j + v * kLanes<V>;
-      store<V>(to, load<V>(to) + sum[r][v]);
+      store<V>(to, add ? load<V>(to) + sum[r][v] : sum[r][v]);
     }
 }
 
@@ -307,33 +310,29 @@ struct Nothing {
   YOSO_INLINE void operator()() const {}
 };
 
-template <class V, int C, class A, class B, class To, class F>
-YOSO_INLINE void multiply_columns(int64_t I, int64_t K, A a, int64_t a_step, B b, To c, int64_t j, F& after_tile) {
-  int64_t i = 0;
-  for (; i + 4 <= I; i += 4, after_tile()) multiply_tile<V, 4, C>(K, a, a_step, b, c, i, j);
-  if (i + 2 <= I) {
-    multiply_tile<V, 2, C>(K, a, a_step, b, c, i, j);
-    i += 2;
-    after_tile();
-  }
-  if (i < I) {
-    multiply_tile<V, 1, C>(K, a, a_step, b, c, i, j);
-    after_tile();
-  }
+// The rows from i to `end`, R at a time, of the columns from j to J, C vectors at a time, then fewer.
+template <class V, bool add, int R, int C, class Columns, class A, class B, class To, class F>
+YOSO_INLINE void multiply_block(int64_t i, int64_t end, int64_t j, Columns J, int64_t K, A a, int64_t a_step, B b,
+                                To c, F& after_tile) {
+  constexpr int64_t kColumns = C * kLanes<V>;
+  for (; j + kColumns <= J; j += kColumns)
+    for (int64_t row = i; row < end; row += R, after_tile())
+      multiply_tile<V, add, R, C>(K, a, a_step, b, c, row, j);
+  if constexpr (kColumns > kRowQuantum)
+    multiply_block<V, add, R, C / 2>(i, end, j, J, K, a, a_step, b, c, after_tile);
 }
 
-// c[i][j] += sum over k of a[i][k * a_step] * b[k][j], for i < I, k < K, j < J; J a multiple of kRowQuantum. With
-// a_step other than 1, a is the transpose of a matrix of that many columns. Calls after_tile() now
-// and then, for a caller that has something to fetch meanwhile.
-template <class V, class Columns, class A, class B, class To, class F = const Nothing>
+// c[i][j] += sum over k of a[i][k * a_step] * b[k][j], for i < I, k < K, j < J; J a multiple of kRowQuantum. Without
+// `add` it is = in place of +=. With a_step other than 1, a is the transpose of a matrix of that many columns. Calls
+// after_tile() now and then, for a caller that has something to fetch meanwhile.
+template <class V, bool add = true, class Columns, class A, class B, class To, class F = const Nothing>
 YOSO_INLINE void multiply(int64_t I, Columns J, int64_t K, A a, int64_t a_step, B b, To c, F& after_tile = {}) {
-  // tiles of sums that fit the registers
-  constexpr int kWide = kRegisters<V> / 8;
-  constexpr int64_t L = kLanes<V>;
-  int64_t j = 0;
-  for (; j + kWide * L <= J; j += kWide * L) multiply_columns<V, kWide>(I, K, a, a_step, b, c, j, after_tile);
-  for (; j + 2 * L <= J; j += 2 * L) multiply_columns<V, 2>(I, K, a, a_step, b, c, j, after_tile);
-  for (; j < J; j += L) multiply_columns<V, 1>(I, K, a, a_step, b, c, j, after_tile);
+  // sums that fit the registers, also of the last rows: enough that none waits for the one before
+  constexpr int kSums = kRegisters<V> / 2;
+  const int64_t fours = I / 4 * 4, twos = I / 2 * 2;
+  multiply_block<V, add, 4, kSums / 4>(0, fours, 0, J, K, a, a_step, b, c, after_tile);
+  if (fours < twos) multiply_block<V, add, 2, kSums / 2>(fours, twos, 0, J, K, a, a_step, b, c, after_tile);
+  if (twos < I) multiply_block<V, add, 1, 8>(twos, I, 0, J, K, a, a_step, b, c, after_tile);
 }
 
 // Adds up blocks of 2 * Half lanes of two vectors by halves: the blocks of Half lanes of the result are those of a,

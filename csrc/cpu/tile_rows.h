@@ -83,12 +83,11 @@ class VectorForward {
   // The products of a tile's queries and keys.
   template <class V>
   YOSO_INLINE void multiply_rows(Range queries, Range keys, T* products) const {
-    std::memset(products, 0, kTileSize * sizeof(T));
     // not those of a last tile that have no key: short sequences have no other
-    multiply<V>(queries.count(), padded(keys.count()), columns_,
-                AllRows<const T>{query_.data() + queries.begin * columns_, columns_}, 1,
-                AllRows<const T>{key_tiles_.data() + keys.begin * columns_, kTileKeys},
-                AllRows<T>{products, kTileKeys});
+    multiply<V, false>(queries.count(), padded(keys.count()), columns_,
+                       AllRows<const T>{query_.data() + queries.begin * columns_, columns_}, 1,
+                       AllRows<const T>{key_tiles_.data() + keys.begin * columns_, kTileKeys},
+                       AllRows<T>{products, kTileKeys});
   }
 
   // Adds a tile's values times their weights to the sums.
@@ -156,15 +155,13 @@ class VectorBackward {
   template <class V>
   YOSO_INLINE void multiply_rows(Range queries, Range keys, T* products, T* value_products) const {
     const int64_t count = queries.count(), width = padded(keys.count());
-    std::memset(products, 0, kTileSize * sizeof(T));
-    std::memset(value_products, 0, kTileSize * sizeof(T));
-    multiply<V>(count, width, columns_, AllRows<const T>{query_.data() + queries.begin * columns_, columns_}, 1,
-                AllRows<const T>{key_tiles_.data() + keys.begin * columns_, kTileKeys},
-                AllRows<T>{products, kTileKeys});
-    multiply<V>(count, width, value_columns_,
-                AllRows<const T>{grad_.data() + queries.begin * value_columns_, value_columns_}, 1,
-                AllRows<const T>{value_tiles_.data() + keys.begin * value_columns_, kTileKeys},
-                AllRows<T>{value_products, kTileKeys});
+    multiply<V, false>(count, width, columns_, AllRows<const T>{query_.data() + queries.begin * columns_, columns_}, 1,
+                       AllRows<const T>{key_tiles_.data() + keys.begin * columns_, kTileKeys},
+                       AllRows<T>{products, kTileKeys});
+    multiply<V, false>(count, width, value_columns_,
+                       AllRows<const T>{grad_.data() + queries.begin * value_columns_, value_columns_}, 1,
+                       AllRows<const T>{value_tiles_.data() + keys.begin * value_columns_, kTileKeys},
+                       AllRows<T>{value_products, kTileKeys});
   }
 
   // Adds a tile's keys times their slopes to the gradients of queries.

@@ -147,8 +147,8 @@ YOSO_INLINE void power(X (&base)[count], int64_t exponent, X (&out)[count]) {
   }
 }
 
-// The weights p(cosine) of a tile's rows, as wide as it has keys, in the place of its cosines; `coarse` is precise enough
-// for bfloat16.
+// The weights p(cosine) of a tile's rows, as wide as it has keys, in the place of its cosines; `coarse` is precise
+// enough for bfloat16.
 template <class V, bool coarse = false, class T = Element<V>>
 YOSO_INLINE void kernel_weights(Range queries, Range keys, T* weights, int64_t tau) {
   using X = Numbers<V>;
@@ -262,7 +262,9 @@ YOSO_INLINE void attention_gradients(Pairs& pairs, Rows& rows, Range all_queries
         rows.template multiply_rows<V>(queries, keys, weights, value_products);
         pairs.template weigh<V>(queries, keys, weights, slopes);
         pairs.template centre_products<V>(queries, value_products);
-        for (int64_t i = 0; i < queries.count() * kTileKeys; ++i) slopes[i] *= value_products[i];
+        const int64_t width = padded(keys.count());
+        for (int64_t row = 0; row < queries.count() * kTileKeys; row += kTileKeys)
+          for (int64_t i = row; i < row + width; ++i) slopes[i] *= value_products[i];
         if (to_queries) rows.template add_to_queries<V>(queries, keys, slopes);
         if (to_keys) rows.template add_to_keys<V>(queries, keys, slopes, weights);
       }
