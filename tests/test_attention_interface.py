@@ -522,6 +522,10 @@ def test_wrong_settings_are_named():
     for length in (4.5, None):
         with pytest.raises(ValueError, match=f"hash_code_len must be an integer, got {length}"):
             build("bert", "yoso", yoso_hash_code_len=length)(tokens())
+    for seed in (-1, 2**32, "0"):
+        # such short texts are not sampled
+        with pytest.raises(ValueError, match="yoso_hash_seed must be .*, got '?" + str(seed)):
+            build("bert", "yoso", yoso_hash_seed=seed)(tokens())
 
 
 @pytest.mark.parametrize("layer_idx", [0, 1])

@@ -18,7 +18,7 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 from transformers.utils import logging
 
 from .attention import attention_weights, exact_is_cheaper, yoso_attention
-from .hashing import HashFunctions
+from .hashing import MAX_SEED, HashFunctions, check_integer
 
 logger = logging.get_logger(__name__)
 
@@ -286,6 +286,9 @@ def yoso_from_settings(
 
 def _hash_functions(module: nn.Module, query: Tensor, key: Tensor, settings: dict) -> HashFunctions | None:
     seed, exact = settings["hash_seed"], settings["use_expectation"]
+    if seed is not None:
+        # also where nothing is sampled yet: a longer text may be
+        check_integer("yoso_hash_seed", seed, 0, MAX_SEED)
     if exact == "auto":
         sizes = (query.shape[2], key.shape[2], settings["num_hash"])
         exact = exact_is_cheaper(*sizes, settings["similarity"], query.device.type, query.dtype)
