@@ -64,6 +64,7 @@ from yoso_hf.glue import (
 from yoso_hf.glue_metric import GlueMetric
 from yoso_hf.model_card import CardTrainer
 from yoso_hf.training import (
+    claimed,
     describe_run,
     end_processes,
     find_checkpoint,
@@ -224,6 +225,12 @@ def choose_length(requested: int | None, longest: int | None, tokenizer: PreTrai
 def main(argv: list[str] | None = None) -> None:
     args, training_args = parse_arguments([GlueArguments, TrainingArguments], argv)
     check_arguments(args, training_args)
+    with claimed(training_args):
+        run(args, training_args)
+
+
+def run(args: GlueArguments, training_args: TrainingArguments) -> None:
+    """Train, evaluate and predict, as far as the arguments ask for it, in an output_dir that is this command's."""
     splits = needed_splits(args.task_name, training_args)
     inputs = [args.train_file, args.model_name_or_path, args.tokenizer_name]
     description = describe_run(training_args, inputs, script="run_glue", **args.of_training())

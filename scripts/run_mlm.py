@@ -71,6 +71,7 @@ from yoso_hf.data import (
 from yoso_hf.mlm import MaskedLMTrainer, Masking
 from yoso_hf.training import (
     check_attention,
+    claimed,
     describe_run,
     end_processes,
     find_checkpoint,
@@ -347,6 +348,12 @@ def main(argv: list[str] | None = None) -> None:
     args, training_args = parse_arguments([MLMArguments, TrainingArguments], argv)
     training_args.do_eval |= training_args.eval_on_start
     check_arguments(args, training_args)
+    with claimed(training_args):
+        run(args, training_args)
+
+
+def run(args: MLMArguments, training_args: TrainingArguments) -> None:
+    """Train and evaluate, as far as the arguments ask for it, in an output_dir that is this command's."""
     if args.streaming:
         # several would each pack a share of the files, and only one's blocks be used
         training_args.dataloader_num_workers = min(training_args.dataloader_num_workers, 1)

@@ -25,12 +25,14 @@ from transformers import (
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForMaskedLM,
+    TrainingArguments,
 )
 from transformers.trainer_callback import TrainerState
 
 from yoso_hf import YosoConfig, YosoForMaskedLM, YosoForSequenceClassification
 from yoso_hf.glue import TASKS, GlueTask, infer_task, read_file, set_labels, write_predictions
 from yoso_hf.model_card import CardTrainer
+from yoso_hf.training import claimed
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "run_glue.py"
@@ -1132,6 +1134,11 @@ def test_a_directory_with_something_else_is_left_alone(run_glue, checkpoints, tm
     with pytest.raises(ValueError, match="thesis holds files but no run.json"):
         run_glue.main(command(output_dir=tmp_path / "thesis"))
     assert os.listdir(tmp_path / "thesis") == ["chapter.txt"]
+
+    busy = TrainingArguments(output_dir=str(tmp_path / "run"))
+    with claimed(busy), pytest.raises(ValueError, match="--output_dir .*run: another command is at work there"):
+        run_glue.main(command(learning_rate=1e-4))
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from transformers import (
 from yoso_hf import YosoForMaskedLM
 from yoso_hf.data import train_tokenizer
 from yoso_hf.mlm import Masking
-from yoso_hf.training import parse_arguments
+from yoso_hf.training import claimed, parse_arguments
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "run_mlm.py"
@@ -607,6 +607,11 @@ def test_directory_of_another_run_is_refused(run_mlm, finished, corpus, tmp_path
     with pytest.raises(ValueError, match="--output_dir must be a directory, got the file"):
         run_mlm.main(arguments(corpus, train_file=corpus))
     assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["thesis.tex"]
+
+    busy = TrainingArguments(output_dir=str(tmp_path / "busy"))
+    with claimed(busy), pytest.raises(ValueError, match="--output_dir .*busy: another command is at work there"):
+        run_mlm.main(arguments(tmp_path / "busy", train_file=corpus))
+    assert not (tmp_path / "busy").exists()
 
 
 # Runs a script as its own command does. A thread of the process group that outlives Python may abort the process.

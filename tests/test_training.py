@@ -1,6 +1,10 @@
 import hashlib
 import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ from yoso_hf import YosoConfig, YosoForMaskedLM, YosoModel
 from yoso_hf.attention_interface import SETTINGS
 from yoso_hf.training import (
     check_attention,
+    claimed,
     describe_run,
     find_checkpoint,
     finished_state,
@@ -288,6 +293,49 @@ def test_damaged_records_are_named(tmp_path):
     (tmp_path / "run.json").write_text("")
     with pytest.raises(ValueError, match="run.json is damaged .*; choose another directory"):
         find_checkpoint(tmp_path, {"model": "m"})
+
+
+# Holds a directory until it is ended.
+HOLDER = """
+import sys, time
+from transformers import TrainingArguments
+from yoso_hf.training import claimed
+with claimed(TrainingArguments(output_dir=sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks of directories")
+def test_one_command_at_a_time_is_at_work_in_a_directory(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path / "runs" / "run"))
+    folder = Path(args.output_dir)
+    with claimed(args), pytest.raises(ValueError, match="runs/run: another command is at work there"), claimed(args):
+        pass
+    # nothing was written
+    assert not folder.exists()
+    folder.mkdir()
+    with claimed(args):
+        assert not any(folder.iterdir())
+    assert folder.is_dir()
+
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, args.output_dir], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="another command is at work there"), claimed(args):
+            pass
+        # of several processes the others do not ask
+        other = TrainingArguments(output_dir=args.output_dir)
+        with patch.object(TrainingArguments, "process_index", 1), claimed(other):
+            pass
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    # what ended without a word holds nothing
+    with claimed(args):
+        (folder / "run.json").write_text("{}")
+    assert [path.name for path in folder.iterdir()] == ["run.json"]
 
 
 def test_a_directory_of_other_files_is_no_run(tmp_path):

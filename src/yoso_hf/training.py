@@ -7,7 +7,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ from transformers import (
 from transformers.trainer_callback import TrainerState
 
 from .attention_interface import IMPLEMENTATIONS, SETTINGS, read_settings
+
+try:
+    import fcntl
+except ImportError:
+    # Windows
+    fcntl = None
 
 RUN_FILE = "run.json"
 RESULTS_FILE = "all_results.json"
@@ -191,6 +198,47 @@ def _digest(path: Path) -> str:
         while piece := file.read(2**20):
             digest.update(piece)
     return digest.hexdigest()
+
+
+@contextmanager
+def claimed(training_args: TrainingArguments) -> Iterator[None]:
+    """Keep other commands out of the output_dir meanwhile; of several processes, the first does it for all.
+
+    Where the system has no such locks nothing is kept out.
+
+    Args:
+        training_args: Trainer's arguments; an output_dir that is missing is created, and removed if it stays empty.
+
+    Raises:
+        ValueError: another command is at work there.
+    """
+    folder = Path(training_args.output_dir)
+    # a file is for find_checkpoint to refuse
+    if fcntl is None or training_args.process_index != 0 or folder.is_file():
+        yield
+        return
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    # the directory's own lock, which leaves no file behind and ends with the process
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ValueError(
+            f"--output_dir {folder}: another command is at work there; wait for it to end, or choose another directory"
+        ) from error
+    except OSError:
+        # not every network file system has locks
+        pass
+    try:
+        yield
+    finally:
+        if is_new:
+            # unless there is something in it
+            with suppress(OSError):
+                folder.rmdir()
+        os.close(descriptor)
 
 
 def find_checkpoint(output_dir: str | os.PathLike, description: dict[str, Any]) -> str | None:
