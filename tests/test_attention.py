@@ -398,7 +398,10 @@ def test_autocast_and_compile_give_the_eager_result():
 
 
 def peak_memory(num_rows, options, environment):
-    """Peak bytes of forward and backward of 1 x 12 x N x 64, beyond the process with its inputs."""
+    """Peak bytes of forward and backward of 1 x 2 x N x 64, beyond the process with its inputs.
+
+    What a thread needs, whatever the heads, counts in full: 12 heads take less than six times that.
+    """
     code = f"""
 import torch
 def memory(name):
@@ -406,9 +409,9 @@ def memory(name):
         return 1024 * next(int(line.split()[1]) for line in status if line.startswith(name))
 from yoso_hf import yoso_attention
 torch.set_num_threads(2)
-arguments = [torch.randn(1, 12, {num_rows}, 64, requires_grad=True) for _ in range(3)]
-grad = torch.randn(1, 12, {num_rows}, 64)
-small = [torch.randn(1, 12, 64, 64, requires_grad=True) for _ in range(3)]
+arguments = [torch.randn(1, 2, {num_rows}, 64, requires_grad=True) for _ in range(3)]
+grad = torch.randn(1, 2, {num_rows}, 64)
+small = [torch.randn(1, 2, 64, 64, requires_grad=True) for _ in range(3)]
 yoso_attention(*small, {options}).sum().backward()
 # what is resident now: the peak so far may lie in the imports
 before = memory("VmRSS")
@@ -459,7 +462,8 @@ def test_expectation_at_16384_stays_under_a_gigabyte(path):
     if path == "compiled" and not ops.compiled_backends():
         pytest.skip("no compiled extension")
     environment = {"YOSO_REFERENCE": "1"} if path == "reference" else {}
-    assert peak_memory(16384, "expectation=True", environment) < 1e9
+    # of 12 heads
+    assert peak_memory(16384, "expectation=True", environment) < 1e9 / 6
 
 
 @pytest.mark.parametrize(
