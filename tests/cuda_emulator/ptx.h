@@ -250,14 +250,14 @@ Shuffled shuffle(uint32_t x, uint32_t by, uint32_t clamp, uint32_t lanes, int op
   const bool valid = kind == Shuffle::up ? static_cast<int32_t>(from) >= static_cast<int32_t>(last) : from <= last;
   if (!valid) from = lane;
   if ((lanes >> from & 1) == 0) emulator::fail("a shuffle from a lane that is not in the mask");
-  return {emulator::exchange(lanes, operation, x, [=] { return emulator::peer<uint32_t>(from); }), valid};
+  return {emulator::exchange(lanes, operation, x, [=](auto peers) { return peers[from]; }), valid};
 }
 template <class T>
 uint32_t lanes_with(T x, uint32_t lanes, int operation, T wanted) {
-  return emulator::exchange(lanes, operation, x, [=] {
+  return emulator::exchange(lanes, operation, x, [=](auto peers) {
     uint32_t result = 0;
     for (uint32_t lane = 0; lane < 32; ++lane)
-      if (lanes >> lane & 1) result |= uint32_t{emulator::peer<T>(lane) == wanted} << lane;
+      if (lanes >> lane & 1) result |= uint32_t{peers[lane] == wanted} << lane;
     return result;
   });
 }
@@ -268,12 +268,12 @@ inline uint32_t match(uint32_t x, uint32_t lanes, int operation) { return lanes_
 // of each, or of its transpose.
 template <bool transposed>
 std::array<uint32_t, 4> load_matrices(const uint16_t* row, int operation) {
-  return emulator::exchange(~0u, operation, row, [] {
+  return emulator::exchange(~0u, operation, row, [](auto peers) {
     const unsigned i = emulator::lane() / 4, j = emulator::lane() % 4 * 2;
     std::array<uint32_t, 4> result;
     for (unsigned matrix = 0; matrix < 4; ++matrix) {
       const auto element = [&](unsigned row, unsigned column) {
-        return uint32_t{emulator::peer<const uint16_t*>(8 * matrix + row)[column]};
+        return uint32_t{peers[8 * matrix + row][column]};
       };
       result[matrix] = transposed ? element(j, i) | element(j + 1, i) << 16 : element(i, j) | element(i, j + 1) << 16;
     }
@@ -297,13 +297,13 @@ std::array<float, 4> multiply_matrices(const std::array<uint32_t, 4>& a, const s
   };
   for (unsigned k = 0; k < 8; ++k) operands.a[k] = number(a[k / 2], k);
   for (unsigned k = 0; k < 4; ++k) operands.b[k] = number(b[k / 2], k);
-  return emulator::exchange(~0u, operation, operands, [&] {
+  return emulator::exchange(~0u, operation, operands, [&](auto peers) {
     const unsigned i = emulator::lane() / 4, j = emulator::lane() % 4 * 2;
     float left[2][16], right[2][16];
     for (unsigned half = 0; half < 2; ++half) {
       for (unsigned pair = 0; pair < 4; ++pair) {
-        const float* const row = emulator::peer<Operands>(4 * i + pair).a + 2 * half;
-        const float* const column = emulator::peer<Operands>(4 * (j + half) + pair).b;
+        const float* const row = peers[4 * i + pair].a + 2 * half;
+        const float* const column = peers[4 * (j + half) + pair].b;
         for (unsigned k = 0; k < 2; ++k) {
           left[half][2 * pair + k] = row[k];
           left[half][2 * pair + k + 8] = row[k + 4];

@@ -30,7 +30,8 @@ yoso_emulator_switch:
 namespace emulator {
 namespace {
 
-constexpr size_t kStackBytes = size_t{256} << 10;
+// not a power of two: the tops of all threads' stacks would be in one set of the caches
+constexpr size_t kStackBytes = (size_t{256} << 10) + 17 * 64;
 constexpr unsigned char kPoison = 0xFF;
 std::vector<unsigned char> stacks;
 
@@ -84,17 +85,19 @@ void run_block() {
     *--top = nullptr;
     *--top = reinterpret_cast<void*>(&thread_main);
     block.threads[i].stack_pointer = top - 6;
+    block.threads[i].index = {i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
   }
   std::memset(shared_memory, kPoison, block.shared_bytes + kCanaryBytes);
   while (block.alive > 0) {
     block.progress = false;
     for (unsigned step = 0; step < count; ++step) {
       const unsigned i = reverse ? count - 1 - step : step;
-      if (block.threads[i].done || block.threads[i].waits()) continue;
+      Thread& thread = block.threads[i];
+      if (thread.done || thread.waits()) continue;
       block.current = i;
-      stretch_counts = (counts_stretches ? block.threads[i].stretch_counts : unread_counts).data();
-      thread_index = {i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
-      yoso_emulator_switch(&block.scheduler, block.threads[i].stack_pointer);
+      stretch_counts = (counts_stretches ? thread.stretch_counts : unread_counts).data();
+      thread_index = thread.index;
+      yoso_emulator_switch(&block.scheduler, thread.stack_pointer);
     }
     if (!block.progress) fail("a barrier that not all threads reach");
   }
@@ -128,14 +131,19 @@ void wait_block() {
   wait(block.barrier, block.alive, [] {});
 }
 
+uint32_t existing_lanes() {
+  const size_t threads = block.threads.size() - block.current / 32 * 32;
+  return threads < 32 ? (1u << threads) - 1 : ~0u;
+}
+
 void wait_warp(uint32_t mask, int operation) {
   if ((mask >> lane() & 1) == 0) fail("a thread that is not in the mask");
   if (warp().barrier.arrived == 0) warp().operation = operation;
   if (warp().operation != operation) fail("lanes of a warp that wait for different operations");
-  const unsigned warp_threads = std::min<size_t>(32, block.threads.size() - block.current / 32 * 32);
-  const uint32_t existing = warp_threads == 32 ? ~0u : (1u << warp_threads) - 1;
+  const uint32_t existing = existing_lanes();
   wait(warp().barrier, std::popcount(mask & existing), [&] {
-    if (operation == kWarpBarrier && (mask & existing) == existing) ++warp().syncs;
+    if ((mask & existing) != existing) return;
+    ++(operation == kWarpBarrier ? warp().syncs : warp().exchanges);
   });
 }
 

@@ -47,8 +47,10 @@ struct Warp {
   // alone orders their accesses to memory
   int operation = kWarpBarrier;
   uint64_t syncs = 0;
-  // what each lane shows the others
-  alignas(64) unsigned char slots[32][64];
+  // What each lane shows the others. All lanes take one and the other by turns, as one may be on its way to the next
+  // exchange while others read; some of them take the last.
+  uint64_t exchanges = 0;
+  alignas(64) unsigned char slots[3][32][64];
 };
 
 // 4 or 16 bytes for shared memory; zeros where there is nothing to read from.
@@ -61,6 +63,7 @@ struct Copy {
 
 struct Thread {
   void* stack_pointer = nullptr;
+  Index index;
   bool done = false;
   // what it waits for, and the generation in which it began to
   const Barrier* barrier = nullptr;
@@ -150,21 +153,26 @@ void wait(Barrier& barrier, unsigned expected, const F& opened) {
 void wait_block();
 inline unsigned lane() { return block.current % 32; }
 inline Warp& warp() { return block.warps[block.current / 32]; }
+// The lanes of the running thread's warp that have a thread, as bits.
+uint32_t existing_lanes();
 // Waits for the lanes of the mask at an operation, a number of its own in the kernel.
 void wait_warp(uint32_t mask, int operation = kWarpBarrier);
 
-// Shows value to the lanes of the mask and gives f(), which may read theirs by peer<T>(lane).
+// Shows value to the lanes of the mask, and returns f(peers), which may read theirs.
 template <class T>
-const T& peer(unsigned lane) {
-  return *reinterpret_cast<const T*>(warp().slots[lane]);
-}
+struct Peers {
+  unsigned char (*slots)[64];
+  const T& operator[](unsigned lane) const { return *reinterpret_cast<const T*>(slots[lane]); }
+};
 template <class T, class F>
 auto exchange(uint32_t mask, int operation, const T& value, const F& f) {
-  static_assert(sizeof(T) <= sizeof(Warp::slots[0]));
-  std::memcpy(warp().slots[lane()], &value, sizeof(T));
+  static_assert(sizeof(T) <= sizeof(Warp::slots[0][0]));
+  const bool all = (existing_lanes() & ~mask) == 0;
+  auto* const slots = warp().slots[all ? warp().exchanges % 2 : 2];
+  std::memcpy(slots[lane()], &value, sizeof(T));
   wait_warp(mask, operation);
-  const auto result = f();
-  wait_warp(mask, operation);
+  const auto result = f(Peers<T>{slots});
+  if (!all) wait_warp(mask, operation);
   return result;
 }
 
