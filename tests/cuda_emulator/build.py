@@ -34,7 +34,7 @@ AVAILABLE = COMPILER is not None and NVCC is not None and platform.machine() == 
 # fast enough to run, and quick to compile; sums and products are not contracted, as nvcc has decided which are
 FLAGS = ["-std=c++20", "-Og", "-march=native", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing"]
 FLAGS += ["-fPIC", "-fvisibility=hidden", f"-I{HERE}"]
-NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-march=native"]
+NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 # with setup.py's others
 KERNEL_FLAGS = [*NVCC_FLAGS, "-lineinfo", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DYOSO_CUDA_EMULATOR"]
 

@@ -158,16 +158,17 @@ uint32_t existing_lanes();
 // Waits for the lanes of the mask at an operation, a number of its own in the kernel.
 void wait_warp(uint32_t mask, int operation = kWarpBarrier);
 
-// Shows value to the lanes of the mask, and returns f(peers), which may read theirs.
+// What the lanes of a warp show each other, by lane.
 template <class T>
 struct Peers {
   unsigned char (*slots)[64];
   const T& operator[](unsigned lane) const { return *reinterpret_cast<const T*>(slots[lane]); }
 };
+// Shows value to the lanes of the mask, and returns f(peers), which may read theirs.
 template <class T, class F>
 auto exchange(uint32_t mask, int operation, const T& value, const F& f) {
   static_assert(sizeof(T) <= sizeof(Warp::slots[0][0]));
-  const bool all = (existing_lanes() & ~mask) == 0;
+  const bool all = (mask & existing_lanes()) == existing_lanes();
   auto* const slots = warp().slots[all ? warp().exchanges % 2 : 2];
   std::memcpy(slots[lane()], &value, sizeof(T));
   wait_warp(mask, operation);
