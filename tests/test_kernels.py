@@ -177,6 +177,21 @@ def test_kernels_are_as_accurate_as_pytorch(shape, dtype):
     assert_as_accurate_as_pytorch(inputs.expectation, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_16_bits_are_read_and_rounded_as_pytorch_does(dtype):
+    """Each of them, and sums of two, with ties, infinite ones and those below the normal range."""
+    value = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(1, 1, 1024, 64)
+    rows = torch.randn_like(value)
+    order = torch.arange(1024, dtype=torch.int16)
+    # every query meets one key by the first function, and another by the second
+    codes = torch.stack([order, torch.randperm(1024).to(torch.int16)])[None, None]
+    key_codes = torch.stack([order, order])[None, None]
+    for m in (1, 2):
+        met = value.float()[:, :, codes[0, 0, :m].long()].sum(2)
+        got, _ = ops.sampled_attention(rows, rows, value, codes[:, :, :m], key_codes[:, :, :m], 10, False, False)
+        torch.testing.assert_close(got, (met / m).to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
 # what GPUs have in shared memory: tables for more queries than a block has, and half a slice of columns; of a single
 # hash function; for as many queries as it takes; some columns of many keys, and hash functions in two parts
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -315,14 +315,14 @@ class AmxForward {
     run_amx(f);
   }
 
-  template <class V, class In>
+  template <class V>
   YOSO_INLINE void load_queries(const Tensor& query, int64_t batch, int64_t head, Range rows) {
     copy_query_tiles(query, batch, head, rows, query_.data(), stride_);
     if (unit) invert_lengths(query_.data(), stride_, rows.count(), query_inverse_.data());
     sums_.zero();
   }
 
-  template <class V, class In, class IsReal>
+  template <class V, class IsReal>
   YOSO_INLINE void load_keys(const Tensor& key, const Tensor& value, int64_t batch, int64_t head,
                              const IsReal& is_real) {
     for (int64_t first = 0; first < num_keys_; first += kTileKeys) {
@@ -395,7 +395,7 @@ class AmxBackward {
     run_amx(f);
   }
 
-  template <class V, class In, class IsReal>
+  template <class V, class IsReal>
   YOSO_INLINE void load(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, int64_t batch,
                         int64_t head, const IsReal& is_real) {
     copy_query_tiles(query, batch, head, {0, num_queries_}, query_.data(), stride_);
@@ -469,7 +469,7 @@ class AmxBackward {
                          grad_value_.data() + keys.begin * value_columns_);
   }
 
-  template <class V, class In>
+  template <class V>
   YOSO_INLINE void store_gradients(const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value,
                                    int64_t batch, int64_t head, float scale) {
     // of a tile of rows or less
@@ -480,7 +480,7 @@ class AmxBackward {
         widen_rows(rows, stride_, range.count(), inverse, columns_, unit_rows);
         through_normalize<V>(sums, columns_, unit_rows, columns_, range.count(), columns_, inverse, 1.0f);
       }
-      store_rows<V>(sums, columns_, scale, mutable_rows_of<In>(to), batch, head, range.begin, range.end, to.size(3));
+      store_rows<V>(sums, columns_, scale, to, batch, head, range.begin, range.end);
     };
     for (int64_t row = 0; row < num_queries_; row += kTileKeys)
       finish(grad_query_.data() + row * columns_, query_.data() + row * stride_, query_inverse_.data() + row,
@@ -492,8 +492,7 @@ class AmxBackward {
       finish(rows_.data(), key_.data() + row * stride_, key_inverse_.data() + row, range, grad_key);
       transpose_rows<V>(AllRows<const float>{grad_value_.data() + row * value_columns_, kTileKeys}, value_columns_,
                         kTileKeys, rows_.data(), value_columns_);
-      store_rows<V>(rows_.data(), value_columns_, 1.0f, mutable_rows_of<In>(grad_value), batch, head, range.begin,
-                    range.end, grad_value.size(3));
+      store_rows<V>(rows_.data(), value_columns_, 1.0f, grad_value, batch, head, range.begin, range.end);
     }
   }
 

@@ -58,10 +58,9 @@ std::tuple<Tensor, Tensor> expectation_attention_cpu(const Tensor& query, const 
   Tensor inverse_length = empty_inverse_length(out, unit);
   if (B * H * N == 0) return {out, inverse_length};
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
-  dispatch_floating(query, [&](auto element) {
-    using In = decltype(element);
-    const AllPairs pairs{hash_code_len, false, std::is_same_v<In, BFloat16>};
-    attention_forward<In>(pairs, rows[0], rows[1], rows[2], unit, out, inverse_length);
+  const AllPairs pairs{hash_code_len, false, query.scalar_type() == ScalarType::BFloat16};
+  dispatch_accumulator(query, [&](auto accumulator) {
+    attention_forward<decltype(accumulator)>(pairs, rows[0], rows[1], rows[2], unit, out, inverse_length);
   });
   return {out, inverse_length};
 }
@@ -76,10 +75,10 @@ std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cpu(const Tens
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));
   Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
   const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
-  dispatch_floating(query, [&](auto element) {
-    using In = decltype(element);
-    const AllPairs pairs{hash_code_len, exact, std::is_same_v<In, BFloat16>};
-    attention_backward<In>(pairs, rows[0], rows[1], rows[2], rows[3], grad_query, grad_key, grad_value);
+  const AllPairs pairs{hash_code_len, exact, query.scalar_type() == ScalarType::BFloat16};
+  dispatch_accumulator(query, [&](auto accumulator) {
+    attention_backward<decltype(accumulator)>(pairs, rows[0], rows[1], rows[2], rows[3], grad_query, grad_key,
+                                              grad_value);
   });
   return {grad_query, grad_key, grad_value};
 }

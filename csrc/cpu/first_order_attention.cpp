@@ -71,9 +71,8 @@ struct Keys {
   Buffer<T> light, sums_data, heavy_key, heavy_tile, heavy_value, heavy_weight;
   KeySums<T> sums;
 
-  template <class In>
-  Keys(In, const Tensor& key, const Tensor& value, const Tensor& key_weight, const Tensor& all_heavy,
-       int64_t batch_head, T scale)
+  Keys(const Tensor& key, const Tensor& value, const Tensor& key_weight, const Tensor& all_heavy, int64_t batch_head,
+       T scale)
       : key(key),
         value(value),
         batch(batch_head / key.size(1)),
@@ -100,32 +99,30 @@ struct Keys {
     vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
       using V = Vector<T, bytes()>;
       for (int64_t k = 0; k < num_heavy; ++k)
-        load_tile<V, In>({heavy[k], heavy[k] + 1}, heavy_key.data() + k * columns,
-                         heavy_value.data() + k * value_columns);
+        load_tile<V>({heavy[k], heavy[k] + 1}, heavy_key.data() + k * columns, heavy_value.data() + k * value_columns);
       transpose_tiles<V>(heavy_key.data(), num_heavy, columns, heavy_tile.data());
     });
-    sum_parts(count, kTileKeys, KeySums<T>::size(columns, value_columns), sums_data.data(),
-              [&](Range rows, T* to) {
-                vectorized([&](auto bytes) YOSO_INLINE_LAMBDA { add<Vector<T, bytes()>, In>(rows, to); });
-              });
+    sum_parts(count, kTileKeys, KeySums<T>::size(columns, value_columns), sums_data.data(), [&](Range rows, T* to) {
+      vectorized([&](auto bytes) YOSO_INLINE_LAMBDA { add<Vector<T, bytes()>>(rows, to); });
+    });
     for (int64_t i = sums.key - sums_data.data(); i < KeySums<T>::size(columns, value_columns); ++i)
       sums_data[i] *= scale;
   }
 
-  template <class V, class In>
+  template <class V>
   YOSO_INLINE void load_tile(Range rows, T* keys, T* values) const {
-    load_rows<V>(rows_of<In>(key), batch, head, rows.begin, rows.end, key.size(3), keys, columns);
-    load_rows<V>(rows_of<In>(value), batch, head, rows.begin, rows.end, value.size(3), values, value_columns);
+    load_rows<V>(key, batch, head, rows.begin, rows.end, keys, columns);
+    load_rows<V>(value, batch, head, rows.begin, rows.end, values, value_columns);
   }
 
-  template <class V, class In>
+  template <class V>
   YOSO_INLINE void add(Range rows, T* data) const {
     const KeySums<T> to(data, columns, value_columns);
     Buffer<T> keys(kTileKeys * columns), values(kTileKeys * value_columns);
     const AllRows<const T> key_rows{keys.data(), columns}, value_rows{values.data(), value_columns};
     for (int64_t first = rows.begin; first < rows.end; first += kTileKeys) {
       const int64_t num = std::min(kTileKeys, rows.end - first);
-      load_tile<V, In>({first, first + num}, keys.data(), values.data());
+      load_tile<V>({first, first + num}, keys.data(), values.data());
       const AllRows<const T> weights{light.data() + first, 1};
       multiply<V>(1, columns, num, weights, 1, key_rows, AllRows<T>{to.key, 1});
       multiply<V>(1, value_columns, num, weights, 1, value_rows, AllRows<T>{to.value, 1});
@@ -156,7 +153,7 @@ struct Keys {
 };
 
 // Stores the output of some queries, and their weights' sums; `total` has those of the remainder.
-template <class V, class In, class T = Element<V>>
+template <class V, class T = Element<V>>
 YOSO_INLINE void attend(const Keys<T>& keys, const Tensor& query, const Tensor& remainder, Range rows,
                         const Tensor& out, T* total) {
   const int64_t columns = keys.columns, value_columns = keys.value_columns;
@@ -164,7 +161,7 @@ YOSO_INLINE void attend(const Keys<T>& keys, const Tensor& query, const Tensor& 
   alignas(64) T logarithms[kTileSize], weights[kTileSize];
   for (int64_t row = rows.begin; row < rows.end; row += kTileQueries) {
     const int64_t num = std::min(kTileQueries, rows.end - row);
-    load_rows<V>(rows_of<In>(query), keys.batch, keys.head, row, row + num, query.size(3), queries.data(), columns);
+    load_rows<V>(query, keys.batch, keys.head, row, row + num, queries.data(), columns);
     for (int64_t q = 0; q < num; ++q) {
       V sum = {};
       for (int64_t c = 0; c < columns; c += kLanes<V>)
@@ -189,31 +186,29 @@ YOSO_INLINE void attend(const Keys<T>& keys, const Tensor& query, const Tensor& 
       multiply<V>(num, value_columns, keys.num_heavy, AllRows<const T>{weights, kTileKeys}, 1,
                   AllRows<const T>{keys.heavy_value.data(), value_columns}, AllRows<T>{sums.data(), value_columns});
     }
-    load_rows<V>(rows_of<T>(remainder), keys.batch, keys.head, row, row + num, out.size(3), rest.data(), value_columns);
+    load_rows<V>(remainder, keys.batch, keys.head, row, row + num, rest.data(), value_columns);
     for (int64_t q = 0; q < num; ++q) {
       const T divisor = total[row + q] > 0 ? total[row + q] : std::numeric_limits<T>::infinity();
       for (int64_t i = q * value_columns; i < (q + 1) * value_columns; i += kLanes<V>)
         store<V>(sums.data() + i, (load<V>(sums.data() + i) + load<V>(rest.data() + i)) / divisor);
     }
-    store_rows<V>(sums.data(), value_columns, T{1}, mutable_rows_of<In>(out), keys.batch, keys.head, row, row + num,
-                  out.size(3));
+    store_rows<V>(sums.data(), value_columns, T{1}, out, keys.batch, keys.head, row, row + num);
   }
 }
 
-template <class In>
-void forward(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_weight,
-             const Tensor& heavy, const Tensor& remainder, const Tensor& remainder_total, double scale,
-             const Tensor& out, const Tensor& total) {
-  using T = Accumulator<In>;
+template <class T>
+void forward(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_weight, const Tensor& heavy,
+             const Tensor& remainder, const Tensor& remainder_total, double scale, const Tensor& out,
+             const Tensor& total) {
   const int64_t N = query.size(2);
   T* totals = static_cast<T*>(total.mutable_data_ptr());
   std::copy_n(static_cast<const T*>(remainder_total.const_data_ptr()), total.numel(), totals);
   for_heads(query.size(0) * query.size(1), [&](int64_t begin, int64_t end, bool) {
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
-      const Keys<T> keys(In{}, key, value, key_weight, heavy, batch_head, static_cast<T>(scale));
+      const Keys<T> keys(key, value, key_weight, heavy, batch_head, static_cast<T>(scale));
       for_tiles(N, kTileQueries, [&](Range rows) {
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-          attend<Vector<T, bytes()>, In>(keys, query, remainder, rows, out, totals + batch_head * N);
+          attend<Vector<T, bytes()>>(keys, query, remainder, rows, out, totals + batch_head * N);
         });
       });
     }
@@ -244,13 +239,13 @@ struct QueryTensors {
 
 // Loads the gradient of some queries' output, turns it into that of the sums before they were divided, and stores that:
 // it is the remainder's too. grad_total gets that of the weights' sums.
-template <class V, class In, class T = Element<V>>
-YOSO_INLINE void load_gradients(const Keys<T>& keys, const QueryTensors& x, int64_t row, int64_t num, T* grads,
-                                T* outs, T* grad_total) {
-  const int64_t value_columns = keys.value_columns, columns = x.grad.size(3);
+template <class V, class T = Element<V>>
+YOSO_INLINE void load_gradients(const Keys<T>& keys, const QueryTensors& x, int64_t row, int64_t num, T* grads, T* outs,
+                                T* grad_total) {
+  const int64_t value_columns = keys.value_columns;
   const int64_t first = (keys.batch * x.query.size(1) + keys.head) * x.query.size(2) + row;
-  load_rows<V>(rows_of<In>(x.grad), keys.batch, keys.head, row, row + num, columns, grads, value_columns);
-  load_rows<V>(rows_of<In>(x.out), keys.batch, keys.head, row, row + num, columns, outs, value_columns);
+  load_rows<V>(x.grad, keys.batch, keys.head, row, row + num, grads, value_columns);
+  load_rows<V>(x.out, keys.batch, keys.head, row, row + num, outs, value_columns);
   for (int64_t q = 0; q < num; ++q) {
     const T total = static_cast<const T*>(x.total.const_data_ptr())[first + q], inverse = total > 0 ? 1 / total : 0;
     V sum = {};
@@ -261,13 +256,12 @@ YOSO_INLINE void load_gradients(const Keys<T>& keys, const QueryTensors& x, int6
     }
     grad_total[q] = sum_of_lanes(sum);
   }
-  store_rows<V>(grads, value_columns, T{1}, mutable_rows_of<T>(x.grad_remainder), keys.batch, keys.head, row, row + num,
-                columns);
+  store_rows<V>(grads, value_columns, T{1}, x.grad_remainder, keys.batch, keys.head, row, row + num);
   std::copy_n(grad_total, num, static_cast<T*>(x.grad_remainder_total.mutable_data_ptr()) + first);
 }
 
 // Stores the gradient of some queries, and adds to those of what they met.
-template <class V, class In, class T = Element<V>>
+template <class V, class T = Element<V>>
 YOSO_INLINE void query_gradients(const Keys<T>& keys, const Transposes<T>& transposes, const QueryTensors& x,
                                  Range rows, const Gradients<T>& to) {
   const int64_t columns = keys.columns, value_columns = keys.value_columns;
@@ -281,8 +275,8 @@ YOSO_INLINE void query_gradients(const Keys<T>& keys, const Transposes<T>& trans
   std::fill_n(ones, kTileQueries, T{1});
   for (int64_t row = rows.begin; row < rows.end; row += kTileQueries) {
     const int64_t num = std::min(kTileQueries, rows.end - row);
-    load_rows<V>(rows_of<In>(x.query), keys.batch, keys.head, row, row + num, x.query.size(3), queries.data(), columns);
-    load_gradients<V, In>(keys, x, row, num, grads.data(), outs.data(), grad_total);
+    load_rows<V>(x.query, keys.batch, keys.head, row, row + num, queries.data(), columns);
+    load_gradients<V>(keys, x, row, num, grads.data(), outs.data(), grad_total);
     T tile_total = 0;
     for (int64_t q = 0; q < num; ++q) {
       const T total = grad_total[q];
@@ -318,22 +312,19 @@ YOSO_INLINE void query_gradients(const Keys<T>& keys, const Transposes<T>& trans
       multiply<V>(keys.num_heavy, value_columns, num, AllRows<const T>{weights, 1}, kTileKeys, grad_rows,
                   AllRows<T>{to.heavy_value, value_columns});
     }
-    store_rows<V>(results.data(), columns, T{1}, mutable_rows_of<In>(x.grad_query), keys.batch, keys.head, row,
-                  row + num, x.query.size(3));
+    store_rows<V>(results.data(), columns, T{1}, x.grad_query, keys.batch, keys.head, row, row + num);
   }
 }
 
-template <class V, class In, class T = Element<V>>
+template <class V, class T = Element<V>>
 YOSO_INLINE void store_key_rows(const Keys<T>& keys, const T* key_rows, const T* value_rows, Range rows,
                                 const Tensor& grad_key, const Tensor& grad_value) {
-  store_rows<V>(key_rows, keys.columns, T{1}, mutable_rows_of<In>(grad_key), keys.batch, keys.head, rows.begin,
-                rows.end, grad_key.size(3));
-  store_rows<V>(value_rows, keys.value_columns, T{1}, mutable_rows_of<In>(grad_value), keys.batch, keys.head,
-                rows.begin, rows.end, grad_value.size(3));
+  store_rows<V>(key_rows, keys.columns, T{1}, grad_key, keys.batch, keys.head, rows.begin, rows.end);
+  store_rows<V>(value_rows, keys.value_columns, T{1}, grad_value, keys.batch, keys.head, rows.begin, rows.end);
 }
 
 // Stores the gradients of some light keys; value_key is the transpose of from.key_value.
-template <class V, class In, class T = Element<V>>
+template <class V, class T = Element<V>>
 YOSO_INLINE void key_gradients(const Keys<T>& keys, const Gradients<T>& from, const T* value_key, Range rows,
                                const Tensor& grad_key, const Tensor& grad_value, T* grad_weight) {
   const int64_t columns = keys.columns, value_columns = keys.value_columns;
@@ -343,7 +334,7 @@ YOSO_INLINE void key_gradients(const Keys<T>& keys, const Gradients<T>& from, co
   const AllRows<T> to_keys{key_results.data(), columns}, to_values{value_results.data(), value_columns};
   for (int64_t first = rows.begin; first < rows.end; first += kTileKeys) {
     const int64_t num = std::min(kTileKeys, rows.end - first);
-    keys.template load_tile<V, In>({first, first + num}, key_data.data(), value_data.data());
+    keys.template load_tile<V>({first, first + num}, key_data.data(), value_data.data());
     for (int64_t k = 0; k < num; ++k) {
       std::copy_n(from.key, columns, to_keys[k]);
       std::copy_n(from.value, value_columns, to_values[k]);
@@ -364,27 +355,26 @@ YOSO_INLINE void key_gradients(const Keys<T>& keys, const Gradients<T>& from, co
       }
       grad_weight[first + k] = *from.weight + sum_of_lanes(sum);
     }
-    store_key_rows<V, In>(keys, to_keys.data, to_values.data, {first, first + num}, grad_key, grad_value);
+    store_key_rows<V>(keys, to_keys.data, to_values.data, {first, first + num}, grad_key, grad_value);
   }
 }
 
-template <class In>
+template <class T>
 void backward(const QueryTensors& x, const Tensor& key, const Tensor& value, const Tensor& key_weight,
               const Tensor& heavy, double scale, const Tensor& grad_key, const Tensor& grad_value,
               const Tensor& grad_weight) {
-  using T = Accumulator<In>;
   const int64_t N = x.query.size(2), M = key.size(2);
   const int64_t columns = padded(x.query.size(3)), value_columns = padded(value.size(3));
   for_heads(x.query.size(0) * x.query.size(1), [&](int64_t begin, int64_t end, bool) {
     Buffer<T> data(Gradients<T>::size(columns, value_columns)), value_key(columns * value_columns);
     const Gradients<T> gradients(data.data(), columns, value_columns);
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
-      const Keys<T> keys(In{}, key, value, key_weight, heavy, batch_head, static_cast<T>(scale));
+      const Keys<T> keys(key, value, key_weight, heavy, batch_head, static_cast<T>(scale));
       const Transposes<T> transposes(keys);
       sum_parts(N, kTileQueries, Gradients<T>::size(columns, value_columns), data.data(), [&](Range rows, T* sums) {
         const Gradients<T> to(sums, columns, value_columns);
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-          query_gradients<Vector<T, bytes()>, In>(keys, transposes, x, rows, to);
+          query_gradients<Vector<T, bytes()>>(keys, transposes, x, rows, to);
         });
       });
       for (int64_t c = 0; c < columns; ++c) gradients.key[c] *= keys.scale;
@@ -396,17 +386,17 @@ void backward(const QueryTensors& x, const Tensor& key, const Tensor& value, con
       T* grad_weights = static_cast<T*>(grad_weight.mutable_data_ptr()) + batch_head * M;
       for_tiles(M, kTileKeys, [&](Range rows) {
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-          key_gradients<Vector<T, bytes()>, In>(keys, gradients, value_key.data(), rows, grad_key, grad_value,
-                                                grad_weights);
+          key_gradients<Vector<T, bytes()>>(keys, gradients, value_key.data(), rows, grad_key, grad_value,
+                                            grad_weights);
         });
       });
       vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
         for (int64_t k = 0; k < keys.num_heavy; ++k) {
           const int64_t row = keys.heavy[k];
           grad_weights[row] = gradients.heavy_weight[k];
-          store_key_rows<Vector<T, bytes()>, In>(keys, gradients.heavy_key + k * columns,
-                                                 gradients.heavy_value + k * value_columns, {row, row + 1}, grad_key,
-                                                 grad_value);
+          store_key_rows<Vector<T, bytes()>>(keys, gradients.heavy_key + k * columns,
+                                             gradients.heavy_value + k * value_columns, {row, row + 1}, grad_key,
+                                             grad_value);
         }
       });
     }
@@ -433,9 +423,9 @@ std::tuple<Tensor, Tensor> first_order_attention_cpu(const Tensor& query, const 
   Tensor total = empty_row_numbers(query);
   if (B * H * N == 0) return {out, total};
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value), dense_rows(remainder)};
-  dispatch_floating(query, [&](auto element) {
-    forward<decltype(element)>(rows[0], rows[1], rows[2], key_weight, heavy, rows[3], remainder_total, scale, out,
-                               total);
+  dispatch_accumulator(query, [&](auto accumulator) {
+    forward<decltype(accumulator)>(rows[0], rows[1], rows[2], key_weight, heavy, rows[3], remainder_total, scale, out,
+                                   total);
   });
   return {out, total};
 }
@@ -458,9 +448,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> first_order_attention
   if (B * H * (N + M) > 0) {
     const Tensor rows[] = {dense_rows(grad), dense_rows(out), dense_rows(query), dense_rows(key), dense_rows(value)};
     const QueryTensors queries{rows[0], rows[1], total, rows[2], grad_query, grad_remainder, grad_remainder_total};
-    dispatch_floating(query, [&](auto element) {
-      backward<decltype(element)>(queries, rows[3], rows[4], key_weight, heavy, scale, grad_key, grad_value,
-                                  grad_weight);
+    dispatch_accumulator(query, [&](auto accumulator) {
+      backward<decltype(accumulator)>(queries, rows[3], rows[4], key_weight, heavy, scale, grad_key, grad_value,
+                                      grad_weight);
     });
   }
   return {grad_query, grad_key, grad_value, grad_weight, grad_remainder, grad_remainder_total};

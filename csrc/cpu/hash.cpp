@@ -137,14 +137,12 @@ YOSO_INLINE void store_codes(Code* to, Codes<V> codes, Codes<V> keep, int64_t co
 }
 
 // Hashes x [B, H, N, D]; `size` is the length of a transformed row, D where the directions are given.
-template <class In, class Code>
+template <class T, class Code>
 void hash_rows(const Tensor& x, const Tensor& parameters, const bool* mask, bool use_hadamard, int64_t num_hash,
                int64_t hash_code_len, const Tensor& out) {
-  using T = Accumulator<In>;
   const int64_t B = x.size(0), H = x.size(1), N = x.size(2), D = x.size(3), size = parameters.size(2);
   const int64_t chunks = (N + kTaskRows - 1) / kTaskRows, per_head = parameters.size(1) * size;
   const int64_t columns = padded(D);
-  const Rows<const In> rows = rows_of<In>(x);
   const float* all_parameters = parameters.const_data_ptr<float>();
   Code* all_codes = static_cast<Code*>(out.mutable_data_ptr());
   parallel_for(0, B * H * chunks, 1, [&](int64_t task_begin, int64_t task_end) {
@@ -159,7 +157,7 @@ void hash_rows(const Tensor& x, const Tensor& parameters, const bool* mask, bool
         const int64_t batch = task / (H * chunks), first = task / H % chunks * kTaskRows, head = task % H;
         const int64_t last = std::min(N, first + kTaskRows);
         for (int64_t i = 0; i < per_head; ++i) head_parameters[i] = all_parameters[head * per_head + i];
-        load_rows<V>(rows, batch, head, first, last, D, loaded.data(), columns);
+        load_rows<V>(x, batch, head, first, last, loaded.data(), columns);
         for (int64_t row = first; row < last; row += L) {
           const int64_t count = std::min(L, last - row);
           transpose_rows<V>(AllRows<T>{loaded.data() + (row - first) * columns, columns}, count, columns,
@@ -189,10 +187,10 @@ Tensor hash_cpu(const Tensor& input, const Tensor& parameters, const std::option
   const bool* mask_data = mask.has_value() ? static_cast<const bool*>(mask->const_data_ptr()) : nullptr;
   const Tensor x = dense_rows(input);
   Tensor out = on_huge_pages(empty_tensor(x, {B, H, num_hash, N}, code_dtype(hash_code_len)));
-  dispatch_floating(x, [&](auto element) {
+  dispatch_accumulator(x, [&](auto accumulator) {
     dispatch_codes(out, [&](auto code) {
-      hash_rows<decltype(element), decltype(code)>(x, parameters, mask_data, use_hadamard, num_hash, hash_code_len,
-                                                   out);
+      hash_rows<decltype(accumulator), decltype(code)>(x, parameters, mask_data, use_hadamard, num_hash, hash_code_len,
+                                                       out);
     });
   });
   return out;

@@ -1,13 +1,27 @@
 // Sampled attention: every value is added to the bucket of its key, every query reads its bucket.
 #include "unit_rows.h"
 
+#if defined(__linux__)
+#include <unistd.h>
+#endif
+
 namespace yoso {
 namespace {
 
 // A head's values, its sums and the tables of a few hash functions, cut to columns of this many bytes, stay in a
 // second-level cache.
 constexpr int64_t kSliceBytes = 128;
-constexpr int64_t kTableBytes = 512 * 1024;
+
+// What the tables of a thread may take. Where the cache is small, they leave most of it to the values and sums.
+int64_t table_bytes() {
+  constexpr int64_t kMost = 512 * 1024;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  // 0 where it is not known
+  static const int64_t cache_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+  if (0 < cache_bytes && cache_bytes < 2 * kMost) return cache_bytes / 4;
+#endif
+  return kMost;
+}
 
 // Adds each of `count` rows of W vectors to its bucket of each of G tables. Codes outside a table are in no bucket.
 template <class V, int W, int G, class Code>
@@ -92,6 +106,9 @@ struct Slice {
       if (group >= 8) {
         add<8>(hash);
         hash += 8;
+      } else if (group >= 4) {
+        add<4>(hash);
+        hash += 4;
       } else if (group >= 2) {
         add<2>(hash);
         hash += 2;
@@ -102,10 +119,9 @@ struct Slice {
   }
 };
 
-template <class In, class Code>
+template <class T, class Code>
 void sampled_forward(const Tensor& query_codes, const Tensor& key_codes, const Tensor& value, int64_t hash_code_len,
                      const Tensor& out) {
-  using T = Accumulator<In>;
   const int64_t B = value.size(0), H = value.size(1), M = value.size(2), Dv = value.size(3);
   const int64_t m = query_codes.size(2), N = query_codes.size(3);
   const uint32_t table_size = 1u << hash_code_len;
@@ -116,7 +132,8 @@ void sampled_forward(const Tensor& query_codes, const Tensor& key_codes, const T
   // narrower slices where those of all threads would leave the cache
   const bool narrow = (M + N) * kSliceBytes * torch::stable::get_num_threads() > kThirdLevelBytes;
   const int64_t slice = narrow ? kRowQuantum : kColumns, slices = (Dv + slice - 1) / slice;
-  const int64_t num_tables = std::clamp<int64_t>(kTableBytes / (table_size * kSliceBytes), 1, std::min<int64_t>(m, 8));
+  const int64_t fitting = table_bytes() / (table_size * kSliceBytes);
+  const int64_t num_tables = std::clamp<int64_t>(fitting, 1, std::min<int64_t>(m, 8));
   parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
     Buffer<T> memory((M + N + num_tables * table_size) * slice);
     T *values = memory.data(), *sums = values + M * slice, *tables = sums + N * slice;
@@ -127,19 +144,23 @@ void sampled_forward(const Tensor& query_codes, const Tensor& key_codes, const T
         const int64_t batch_head = task / slices, batch = batch_head / H, head = batch_head % H;
         const int64_t first = task % slices * slice, width = std::min(slice, Dv - first);
         const Code *keys = all_key_codes + batch_head * m * M, *queries = all_query_codes + batch_head * m * N;
-        Rows<const In> from = rows_of<In>(value);
-        Rows<In> to = mutable_rows_of<In>(out);
-        from.data += first;
-        to.data += first;
         const int64_t stride = padded(width);
-        load_rows<V>(from, batch, head, 0, M, width, values, stride);
+        with_element<T>(value, [&](auto element) YOSO_INLINE_LAMBDA {
+          auto rows = rows_of<decltype(element)>(value);
+          rows.data += first;
+          load_rows<V>(rows, batch, head, 0, M, width, values, stride);
+        });
         std::memset(sums, 0, N * stride * sizeof(T));
         if (stride == kColumns) {
           Slice<V, kVectors, Code>{keys, queries, M, N, table_size, values, tables, sums}.add_all(m, num_tables);
         } else {
           Slice<V, kVectors / 2, Code>{keys, queries, M, N, table_size, values, tables, sums}.add_all(m, num_tables);
         }
-        store_rows<V>(sums, stride, T{1} / m, to, batch, head, 0, N, width);
+        with_element<T>(out, [&](auto element) YOSO_INLINE_LAMBDA {
+          auto rows = mutable_rows_of<decltype(element)>(out);
+          rows.data += first;
+          store_rows<V>(sums, stride, T{1} / m, rows, batch, head, 0, N, width);
+        });
       }
     });
   });
@@ -155,9 +176,9 @@ std::tuple<Tensor, Tensor> sampled_attention_cpu(const Tensor&, const Tensor&, c
   Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
   Tensor inverse_length = empty_inverse_length(out, unit);
   if (out.numel() > 0) {
-    dispatch_floating(rows, [&](auto element) {
+    dispatch_accumulator(rows, [&](auto accumulator) {
       dispatch_codes(query_codes, [&](auto code) {
-        sampled_forward<decltype(element), decltype(code)>(query_codes, key_codes, rows, hash_code_len, out);
+        sampled_forward<decltype(accumulator), decltype(code)>(query_codes, key_codes, rows, hash_code_len, out);
       });
     });
   }

@@ -33,17 +33,17 @@ struct Side {
   T* other() { return rows.data() + columns; }
   T* sum() { return rows.data() + columns + other_columns; }
 
-  template <class V, class In>
+  template <class V>
   YOSO_INLINE void load(const Tensor& x, const Tensor& others, int64_t batch, int64_t head, int64_t begin,
                         int64_t end) {
     const int64_t offset = begin * stride;
-    load_rows<V>(rows_of<In>(x), batch, head, begin, end, x.size(3), unit() + offset, stride);
-    load_rows<V>(rows_of<In>(others), batch, head, begin, end, others.size(3), other() + offset, stride);
+    load_rows<V>(x, batch, head, begin, end, unit() + offset, stride);
+    load_rows<V>(others, batch, head, begin, end, other() + offset, stride);
     normalize_rows<V>(unit() + offset, stride, end - begin, columns, inverse_length.data() + begin);
     for (int64_t row = begin; row < end; ++row) std::memset(sum() + row * stride, 0, columns * sizeof(T));
   }
 
-  template <class V, class In>
+  template <class V>
   YOSO_INLINE void store(T scale, const Tensor& out, int64_t batch, int64_t head, int64_t begin, int64_t end) {
     const int64_t offset = begin * stride;
     // a row that is zero, or no numbers, as one in no bucket may be, gets no gradient
@@ -51,7 +51,7 @@ struct Side {
       if (inverse_length[row] == 0) std::memset(unit() + row * stride, 0, columns * sizeof(T));
     through_normalize<V>(sum() + offset, stride, unit() + offset, stride, end - begin, columns,
                          inverse_length.data() + begin, scale);
-    store_rows<V>(sum() + offset, stride, T{1}, mutable_rows_of<In>(out), batch, head, begin, end, out.size(3));
+    store_rows<V>(sum() + offset, stride, T{1}, out, batch, head, begin, end);
   }
 };
 
@@ -274,11 +274,10 @@ void add_buckets(Side<T>& queries, Side<T>& keys, int64_t hash, int64_t begin, i
   });
 }
 
-template <class In, class Code>
+template <class T, class Code>
 void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
                       const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
                       const Tensor& grad_query, const Tensor& grad_key) {
-  using T = Accumulator<In>;
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
   const int64_t m = query_codes.size(2), columns = padded(query.size(3)), value_columns = padded(value.size(3));
   const uint32_t table_size = 1u << hash_code_len;
@@ -296,8 +295,8 @@ void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key
       parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
           using V = Vector<T, bytes()>;
-          if (first < N) queries.template load<V, In>(query, grad, batch, head, first, std::min(last, N));
-          if (last > N) keys.template load<V, In>(key, value, batch, head, std::max(first, N) - N, last - N);
+          if (first < N) queries.template load<V>(query, grad, batch, head, first, std::min(last, N));
+          if (last > N) keys.template load<V>(key, value, batch, head, std::max(first, N) - N, last - N);
         });
       });
       parallel_for(0, 2 * m, 1, [&](int64_t first, int64_t last) {
@@ -317,8 +316,8 @@ void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
           using V = Vector<T, bytes()>;
           const T scale = static_cast<T>(hash_code_len) / (2 * m);
-          if (first < N) queries.template store<V, In>(scale, grad_query, batch, head, first, std::min(last, N));
-          if (last > N) keys.template store<V, In>(scale, grad_key, batch, head, std::max(first, N) - N, last - N);
+          if (first < N) queries.template store<V>(scale, grad_query, batch, head, first, std::min(last, N));
+          if (last > N) keys.template store<V>(scale, grad_key, batch, head, std::max(first, N) - N, last - N);
         });
       });
     }
@@ -340,10 +339,10 @@ std::tuple<Tensor, Tensor> sampled_attention_backward_cpu(const Tensor& grad, co
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, key.size(2), D));
   if (grad_query.numel() == 0 && grad_key.numel() == 0) return {grad_query, grad_key};
   const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
-  dispatch_floating(query, [&](auto element) {
+  dispatch_accumulator(query, [&](auto accumulator) {
     dispatch_codes(query_codes, [&](auto code) {
-      sampled_backward<decltype(element), decltype(code)>(rows[0], rows[1], rows[2], rows[3], query_codes, key_codes,
-                                                          hash_code_len, grad_query, grad_key);
+      sampled_backward<decltype(accumulator), decltype(code)>(rows[0], rows[1], rows[2], rows[3], query_codes,
+                                                              key_codes, hash_code_len, grad_query, grad_key);
     });
   });
   return {grad_query, grad_key};

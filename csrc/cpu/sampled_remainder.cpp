@@ -100,10 +100,10 @@ struct RemainderRows {
         buckets(count, num_hash, table_size) {}
 
   // the row's first vector, whose inverse length is kept
-  template <class V, class In>
+  template <class V>
   YOSO_INLINE void load_first(const Tensor& x, int64_t batch, int64_t head, int64_t begin, int64_t end) {
     T* to = rows.data() + begin * stride;
-    load_rows<V>(rows_of<In>(x), batch, head, begin, end, x.size(3), to, stride);
+    load_rows<V>(x, batch, head, begin, end, to, stride);
     for (int64_t row = begin; row < end; ++row, to += stride) {
       V squares = {};
       for (int64_t c = 0; c < columns; c += kLanes<V>) squares += load<V>(to + c) * load<V>(to + c);
@@ -113,16 +113,15 @@ struct RemainderRows {
     }
   }
 
-  template <class V, class In>
+  template <class V>
   YOSO_INLINE void load_other(const Tensor& x, int64_t batch, int64_t head, int64_t begin, int64_t end) {
-    load_rows<V>(rows_of<In>(x), batch, head, begin, end, x.size(3), rows.data() + begin * stride + columns, stride);
+    load_rows<V>(x, batch, head, begin, end, rows.data() + begin * stride + columns, stride);
   }
 
-  template <class V, class Out>
+  template <class V>
   YOSO_INLINE void store(int64_t first_column, const Tensor& out, int64_t batch, int64_t head, int64_t begin,
                          int64_t end) {
-    store_rows<V>(rows.data() + begin * stride + first_column, stride, T{1}, mutable_rows_of<Out>(out), batch, head,
-                  begin, end, out.size(3));
+    store_rows<V>(rows.data() + begin * stride + first_column, stride, T{1}, out, batch, head, begin, end);
   }
 };
 
@@ -370,10 +369,9 @@ struct Tensors {
   std::optional<Tensor> grad, grad_total;
 };
 
-template <class In, class Code, bool backward, class Store>
+template <class T, class Code, bool backward, class Store>
 void for_buckets(const Tensors& x, int64_t tau, double scale, std::optional<Tensor> total,
                  std::optional<Tensor> grad_weight, const Store& store) {
-  using T = Accumulator<In>;
   const int64_t B = x.query.size(0), H = x.query.size(1), N = x.query.size(2), M = x.key.size(2);
   const int64_t m = x.query_codes.size(2), D = padded(x.query.size(3)), Dv = padded(x.value.size(3));
   const uint32_t table_size = 1u << (tau - 1), last_code = 2 * table_size - 1;
@@ -410,12 +408,12 @@ void for_buckets(const Tensors& x, int64_t tau, double scale, std::optional<Tens
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
           using V = Vector<T, bytes()>;
           if (first < N) {
-            queries.template load_first<V, In>(x.query, batch, head, first, std::min(last, N));
-            if constexpr (backward) queries.template load_other<V, T>(*x.grad, batch, head, first, std::min(last, N));
+            queries.template load_first<V>(x.query, batch, head, first, std::min(last, N));
+            if constexpr (backward) queries.template load_other<V>(*x.grad, batch, head, first, std::min(last, N));
           }
           if (last > N) {
-            keys.template load_first<V, In>(x.key, batch, head, std::max(first, N) - N, last - N);
-            keys.template load_other<V, In>(x.value, batch, head, std::max(first, N) - N, last - N);
+            keys.template load_first<V>(x.key, batch, head, std::max(first, N) - N, last - N);
+            keys.template load_other<V>(x.value, batch, head, std::max(first, N) - N, last - N);
           }
         });
       });
@@ -457,16 +455,15 @@ std::tuple<Tensor, Tensor> sampled_remainder_cpu(const Tensor& query, const Tens
   Tensor total = empty_row_numbers(query);
   if (B * H * N == 0) return {out, total};
   const Tensors x{dense_rows(query), dense_rows(key), dense_rows(value), key_weight, query_codes, key_codes, {}, {}};
-  dispatch_floating(query, [&](auto element) {
+  dispatch_accumulator(query, [&](auto accumulator) {
     dispatch_codes(query_codes, [&](auto code) {
-      using In = decltype(element);
-      using T = Accumulator<In>;
+      using T = decltype(accumulator);
       const auto store = [&](auto bytes, auto& queries, auto&, int64_t batch, int64_t head, Range rows,
                              Range) YOSO_INLINE_LAMBDA {
         if (rows.begin < rows.end)
-          queries.template store<Vector<T, bytes()>, T>(queries.columns, out, batch, head, rows.begin, rows.end);
+          queries.template store<Vector<T, bytes()>>(queries.columns, out, batch, head, rows.begin, rows.end);
       };
-      for_buckets<In, decltype(code), false>(x, hash_code_len, scale, total, {}, store);
+      for_buckets<T, decltype(code), false>(x, hash_code_len, scale, total, {}, store);
     });
   });
   return {out, total};
@@ -486,21 +483,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cpu(
   if (B * H * (N + M) == 0) return {grad_query, grad_key, grad_value, grad_weight};
   const Tensors x{dense_rows(query), dense_rows(key), dense_rows(value), key_weight,
                   query_codes,       key_codes,       dense_rows(grad),  grad_total};
-  dispatch_floating(query, [&](auto element) {
+  dispatch_accumulator(query, [&](auto accumulator) {
     dispatch_codes(query_codes, [&](auto code) {
-      using In = decltype(element);
+      using T = decltype(accumulator);
       const auto store = [&](auto bytes, auto& queries, auto& keys, int64_t batch, int64_t head, Range query_rows,
                              Range key_rows) YOSO_INLINE_LAMBDA {
-        using V = Vector<Accumulator<In>, bytes()>;
+        using V = Vector<T, bytes()>;
         const int64_t sums = queries.columns + queries.value_columns;
         if (query_rows.begin < query_rows.end)
-          queries.template store<V, In>(sums, grad_query, batch, head, query_rows.begin, query_rows.end);
+          queries.template store<V>(sums, grad_query, batch, head, query_rows.begin, query_rows.end);
         if (key_rows.begin < key_rows.end) {
-          keys.template store<V, In>(sums, grad_key, batch, head, key_rows.begin, key_rows.end);
-          keys.template store<V, In>(sums + keys.columns, grad_value, batch, head, key_rows.begin, key_rows.end);
+          keys.template store<V>(sums, grad_key, batch, head, key_rows.begin, key_rows.end);
+          keys.template store<V>(sums + keys.columns, grad_value, batch, head, key_rows.begin, key_rows.end);
         }
       };
-      for_buckets<In, decltype(code), true>(x, hash_code_len, scale, {}, grad_weight, store);
+      for_buckets<T, decltype(code), true>(x, hash_code_len, scale, {}, grad_weight, store);
     });
   });
   return {grad_query, grad_key, grad_value, grad_weight};

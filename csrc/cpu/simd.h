@@ -104,9 +104,13 @@ YOSO_INLINE V load_as(const BFloat16* from) {
 }
 template <class V>
 YOSO_INLINE V load_as(const Half* from) {
-  V x;
-  for (int64_t lane = 0; lane < kLanes<V>; ++lane) x[lane] = from[lane];
-  return x;
+  using Bits = Vector<uint32_t, sizeof(V)>;
+  const Bits half =
+      __builtin_convertvector(load<Vector<uint16_t, sizeof(V) / 2>>(reinterpret_cast<const uint16_t*>(from)), Bits);
+  // a float's exponent is over 112 more, also that of numbers below the normal range, but not that of infinity and NaN
+  const V size = (V)((half & 0x7fff) << 13) * 0x1p112f;
+  const Bits bits = (half & 0x7c00) == 0x7c00 ? (Bits)size | 0x7f800000 : (Bits)size;
+  return (V)(bits | (half & 0x8000) << 16);
 }
 
 template <class V>
@@ -124,7 +128,17 @@ YOSO_INLINE void store_as(BFloat16* to, V x) {
 }
 template <class V>
 YOSO_INLINE void store_as(Half* to, V x) {
-  for (int64_t lane = 0; lane < kLanes<V>; ++lane) to[lane] = static_cast<Half>(x[lane]);
+  using Bits = Vector<uint32_t, sizeof(V)>;
+  // to nearest, ties to even, everywhere
+  const Bits size = (Bits)x & 0x7fffffff;
+  const Bits normal = (size - (112u << 23) + 0xfff + ((size >> 13) & 1)) >> 13;
+  // below the normal range, the sum's last bit is worth as much as the result's
+  const Bits small = (Bits)((V)size + 0.5f) - __builtin_bit_cast(uint32_t, 0.5f);
+  Bits half = size < (113u << 23) ? small : normal;
+  half = size >= (143u << 23) ? Bits{} + 0x7c00 : half;
+  half = size > 0x7f800000 ? Bits{} + 0x7e00 : half;
+  store(reinterpret_cast<uint16_t*>(to),
+        __builtin_convertvector(half | ((Bits)x >> 16 & 0x8000), Vector<uint16_t, sizeof(V) / 2>));
 }
 
 // Rows in buffers are padded with zeros to this many elements, whatever T: whole vectors, no tails.
@@ -206,6 +220,26 @@ YOSO_INLINE void prefetch(const T* row, Columns columns) {
   for (int64_t line = 0; line < columns * int64_t{sizeof(T)}; line += 64) __builtin_prefetch(bytes + line);
 }
 
+// Calls f with a value of the type that sums of x's numbers have.
+template <class F>
+void dispatch_accumulator(const Tensor& x, const F& f) {
+  dispatch_floating(x, [&](auto element) { f(Accumulator<decltype(element)>{}); });
+}
+
+// Calls f, a YOSO_INLINE_LAMBDA, with a value of x's own type, one of those whose sums have type T.
+template <class T, class F>
+YOSO_INLINE void with_element(const Tensor& x, const F& f) {
+  if constexpr (std::is_same_v<T, double>) {
+    f(double{});
+  } else if (x.scalar_type() == ScalarType::BFloat16) {
+    f(BFloat16{});
+  } else if (x.scalar_type() == ScalarType::Half) {
+    f(Half{});
+  } else {
+    f(float{});
+  }
+}
+
 // Copies some rows of [B, H, N, D] at one (batch, head) to padded rows in the accumulator's type.
 template <class V, class In>
 YOSO_INLINE void load_rows(Rows<const In> rows, int64_t batch, int64_t head, int64_t begin, int64_t end,
@@ -229,6 +263,27 @@ YOSO_INLINE void store_rows(const Element<V>* from, int64_t from_stride, Element
     for (int64_t c = 0; c < whole; c += kLanes<V>) store_as<V>(to + c, load<V>(from + c) * scale);
     for (int64_t c = whole; c < columns; ++c) to[c] = static_cast<Out>(from[c] * scale);
   }
+}
+
+// The same for all columns of a tensor of any type: what calls these is compiled for the accumulator's alone.
+template <class V>
+void load_rows(const Tensor& x, int64_t batch, int64_t head, int64_t begin, int64_t end, Element<V>* to,
+               int64_t to_stride) {
+  outlined<V>([=, &x](auto) YOSO_INLINE_LAMBDA {
+    with_element<Element<V>>(x, [=, &x](auto element) YOSO_INLINE_LAMBDA {
+      load_rows<V>(rows_of<decltype(element)>(x), batch, head, begin, end, x.size(3), to, to_stride);
+    });
+  });
+}
+template <class V>
+void store_rows(const Element<V>* from, int64_t from_stride, Element<V> scale, const Tensor& x, int64_t batch,
+                int64_t head, int64_t begin, int64_t end) {
+  outlined<V>([=, &x](auto) YOSO_INLINE_LAMBDA {
+    with_element<Element<V>>(x, [=, &x](auto element) YOSO_INLINE_LAMBDA {
+      store_rows<V>(from, from_stride, scale, mutable_rows_of<decltype(element)>(x), batch, head, begin, end,
+                    x.size(3));
+    });
+  });
 }
 
 template <class V>

@@ -167,58 +167,59 @@ YOSO_INLINE Range fill_bias(const RealKeys& is_real, int64_t num_keys, T* bias) 
   return tiles;
 }
 
-template <class In>
+template <class T>
 void forward(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& key_mask,
              double scale, const Tensor& out, const Tensor& logarithm) {
-  using T = Accumulator<In>;
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2), Dv = value.size(3);
   const int64_t slices = slices_of_head(B * H, N), num_rows = (N + slices - 1) / slices;
   T* logarithms = static_cast<T*>(logarithm.mutable_data_ptr());
-  with_rows<In>([&](auto kind) {
+  with_rows<T>(query, [&](auto kind) {
     using Rows = typename decltype(kind)::template Forward<SoftmaxPairs<T>::kUnit>;
     parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
       Rows rows(num_rows, M, query.size(3), Dv);
       const int64_t value_columns = rows.value_columns();
       Buffer<T> bias(whole_tiles(M)), totals(num_rows * kRowQuantum), largest(num_rows);
       Range tiles{};
-      Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
-        using V = Vector<T, bytes()>;
-        for (int64_t task = begin; task < end; ++task) {
-          const int64_t batch = task / slices / H, head = task / slices % H;
-          const int64_t first = task % slices * num_rows, last = std::min(N, first + num_rows);
-          if (first >= last) continue;
-          rows.template load_queries<V, In>(query, batch, head, {first, last});
-          if (task == begin || task % slices == 0) {
-            const RealKeys is_real = real_keys(key_mask, batch);
-            rows.template load_keys<V, In>(key, value, batch, head, is_real);
-            tiles = fill_bias(is_real, M, bias.data());
-          }
-          totals.zero();
-          std::fill_n(largest.data(), last - first, std::numeric_limits<T>::lowest());
-          SoftmaxPairs<T> pairs{static_cast<T>(scale), bias.data(), tiles, largest.data(), totals.data(),
-                                rows.sums(), value_columns};
-          attention_rows<V>(pairs, 0, last - first, M, rows);
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t batch = task / slices / H, head = task / slices % H;
+        const int64_t first = task % slices * num_rows, last = std::min(N, first + num_rows);
+        if (first >= last) continue;
+        const bool next_head = task == begin || task % slices == 0;
+        const RealKeys is_real = real_keys(key_mask, batch);
+        if (next_head) tiles = fill_bias(is_real, M, bias.data());
+        totals.zero();
+        std::fill_n(largest.data(), last - first, std::numeric_limits<T>::lowest());
+        Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
+          using V = Vector<T, bytes()>;
+          rows.template load_queries<V>(query, batch, head, {first, last});
+          if (next_head) rows.template load_keys<V>(key, value, batch, head, is_real);
+        });
+        SoftmaxPairs<T> pairs{static_cast<T>(scale), bias.data(), tiles, largest.data(), totals.data(), rows.sums(),
+                              value_columns};
+        attention_rows<T>(pairs, 0, last - first, M, rows);
+        Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
+          using V = Vector<T, bytes()>;
           for (int64_t row = 0; row < last - first; ++row) {
             const T sum = sum_of_lanes(load<V>(totals.data() + row * kRowQuantum)), inverse = sum == 0 ? 0 : 1 / sum;
             T* x = rows.sums() + row * value_columns;
             for (int64_t c = 0; c < value_columns; c += kLanes<V>) store<V>(x + c, load<V>(x + c) * inverse);
             logarithms[(batch * H + head) * N + first + row] = largest[row] + std::log(sum);
           }
-          store_rows<V>(rows.sums(), value_columns, T{1}, mutable_rows_of<In>(out), batch, head, first, last, Dv);
-        }
-      });
+          store_rows<V>(rows.sums(), value_columns, T{1}, out, batch, head, first, last);
+        });
+      }
     });
   });
 }
 
 // Of every row of a head, the product of two tensors, to products.
-template <class V, class In, class T = Element<V>>
+template <class V, class T = Element<V>>
 YOSO_INLINE void multiply_row_by_row(const Tensor& a, const Tensor& b, int64_t batch, int64_t head, T* a_rows,
                                      T* b_rows, int64_t columns, T* products) {
   for (int64_t row = 0; row < a.size(2); row += kLoadedRows) {
     const int64_t last = std::min(a.size(2), row + kLoadedRows);
-    load_rows<V>(rows_of<In>(a), batch, head, row, last, a.size(3), a_rows, columns);
-    load_rows<V>(rows_of<In>(b), batch, head, row, last, b.size(3), b_rows, columns);
+    load_rows<V>(a, batch, head, row, last, a_rows, columns);
+    load_rows<V>(b, batch, head, row, last, b_rows, columns);
     for (int64_t i = 0; i < last - row; ++i) {
       V sum = {};
       for (int64_t c = 0; c < columns; c += kLanes<V>)
@@ -228,15 +229,14 @@ YOSO_INLINE void multiply_row_by_row(const Tensor& a, const Tensor& b, int64_t b
   }
 }
 
-template <class In>
+template <class T>
 void backward(const Tensor& grad, const Tensor& out, const Tensor& logarithm, const Tensor& query, const Tensor& key,
               const Tensor& value, const std::optional<Tensor>& key_mask, double scale, const Tensor& grad_query,
               const Tensor& grad_key, const Tensor& grad_value) {
-  using T = Accumulator<In>;
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2), Dv = value.size(3);
   const int64_t value_columns = padded(Dv);
   const T* logarithms = static_cast<const T*>(logarithm.const_data_ptr());
-  with_rows<In>([&](auto kind) {
+  with_rows<T>(query, [&](auto kind) {
     using Rows = typename decltype(kind)::template Backward<SoftmaxPairs<T>::kUnit>;
     for_heads(B * H, [&](int64_t begin, int64_t end, bool shared) {
       Rows rows(N, M, query.size(3), Dv);
@@ -256,14 +256,14 @@ void backward(const Tensor& grad, const Tensor& out, const Tensor& logarithm, co
         }
         Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
           using V = Vector<T, bytes()>;
-          multiply_row_by_row<V, In>(grad, out, batch, head, grad_rows.data(), out_rows.data(), value_columns,
-                                     mean_products.data());
-          rows.template load<V, In>(grad, query, key, value, batch, head, is_real);
+          multiply_row_by_row<V>(grad, out, batch, head, grad_rows.data(), out_rows.data(), value_columns,
+                                 mean_products.data());
+          rows.template load<V>(grad, query, key, value, batch, head, is_real);
         });
         add_gradients<T>(pairs, rows, N, M, shared);
         Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
-          rows.template store_gradients<Vector<T, bytes()>, In>(grad_query, grad_key, grad_value, batch, head,
-                                                                static_cast<T>(scale));
+          rows.template store_gradients<Vector<T, bytes()>>(grad_query, grad_key, grad_value, batch, head,
+                                                            static_cast<T>(scale));
         });
       }
     });
@@ -278,8 +278,8 @@ std::tuple<Tensor, Tensor> softmax_attention_cpu(const Tensor& query, const Tens
   Tensor logarithm = empty_row_numbers(out);
   if (B * H * N == 0) return {out, logarithm};
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
-  dispatch_floating(query, [&](auto element) {
-    forward<decltype(element)>(rows[0], rows[1], rows[2], dense_mask(key_mask), scale, out, logarithm);
+  dispatch_accumulator(query, [&](auto accumulator) {
+    forward<decltype(accumulator)>(rows[0], rows[1], rows[2], dense_mask(key_mask), scale, out, logarithm);
   });
   return {out, logarithm};
 }
@@ -293,9 +293,9 @@ std::tuple<Tensor, Tensor, Tensor> softmax_attention_backward_cpu(
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));
   Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
   const Tensor rows[] = {dense_rows(grad), dense_rows(out), dense_rows(query), dense_rows(key), dense_rows(value)};
-  dispatch_floating(query, [&](auto element) {
-    backward<decltype(element)>(rows[0], rows[1], logarithm, rows[2], rows[3], rows[4], dense_mask(key_mask),
-                                scale, grad_query, grad_key, grad_value);
+  dispatch_accumulator(query, [&](auto accumulator) {
+    backward<decltype(accumulator)>(rows[0], rows[1], logarithm, rows[2], rows[3], rows[4], dense_mask(key_mask), scale,
+                                    grad_query, grad_key, grad_value);
   });
   return {grad_query, grad_key, grad_value};
 }

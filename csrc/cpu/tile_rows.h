@@ -35,10 +35,10 @@ YOSO_INLINE void transpose_tiles(const T* from, int64_t count, int64_t columns, 
 }
 
 // Loads keys or values of a head, those for which is_real(row) does not hold as zeros.
-template <class V, class In, class IsReal>
+template <class V, class IsReal>
 YOSO_INLINE void load_real_rows(const Tensor& x, int64_t batch, int64_t head, const IsReal& is_real, Element<V>* to,
                                 int64_t columns) {
-  load_rows<V>(rows_of<In>(x), batch, head, 0, x.size(2), x.size(3), to, columns);
+  load_rows<V>(x, batch, head, 0, x.size(2), to, columns);
   for (int64_t row = 0; row < x.size(2); ++row)
     if (!is_real(row)) std::memset(to + row * columns, 0, columns * sizeof(Element<V>));
 }
@@ -64,18 +64,18 @@ class VectorForward {
     vectorized(f);
   }
 
-  template <class V, class In>
+  template <class V>
   YOSO_INLINE void load_queries(const Tensor& query, int64_t batch, int64_t head, Range rows) {
-    load_rows<V>(rows_of<In>(query), batch, head, rows.begin, rows.end, query.size(3), query_.data(), columns_);
+    load_rows<V>(query, batch, head, rows.begin, rows.end, query_.data(), columns_);
     if (unit) normalize_rows<V>(query_.data(), columns_, rows.count(), columns_, lengths_.data());
     sums_.zero();
   }
 
-  template <class V, class In, class IsReal>
+  template <class V, class IsReal>
   YOSO_INLINE void load_keys(const Tensor& key, const Tensor& value, int64_t batch, int64_t head,
                              const IsReal& is_real) {
-    load_real_rows<V, In>(key, batch, head, is_real, key_.data(), columns_);
-    load_real_rows<V, In>(value, batch, head, is_real, value_.data(), value_columns_);
+    load_real_rows<V>(key, batch, head, is_real, key_.data(), columns_);
+    load_real_rows<V>(value, batch, head, is_real, value_.data(), value_columns_);
     if (unit) normalize_rows<V>(key_.data(), columns_, num_keys_, columns_, lengths_.data());
     transpose_tiles<V>(key_.data(), num_keys_, columns_, key_tiles_.data());
   }
@@ -133,13 +133,13 @@ class VectorBackward {
   }
 
   // Loads rows, and clears the gradients.
-  template <class V, class In, class IsReal>
+  template <class V, class IsReal>
   YOSO_INLINE void load(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, int64_t batch,
                         int64_t head, const IsReal& is_real) {
-    load_rows<V>(rows_of<In>(query), batch, head, 0, num_queries_, query.size(3), query_.data(), columns_);
-    load_rows<V>(rows_of<In>(grad), batch, head, 0, num_queries_, grad.size(3), grad_.data(), value_columns_);
-    load_real_rows<V, In>(key, batch, head, is_real, key_.data(), columns_);
-    load_real_rows<V, In>(value, batch, head, is_real, value_.data(), value_columns_);
+    load_rows<V>(query, batch, head, 0, num_queries_, query_.data(), columns_);
+    load_rows<V>(grad, batch, head, 0, num_queries_, grad_.data(), value_columns_);
+    load_real_rows<V>(key, batch, head, is_real, key_.data(), columns_);
+    load_real_rows<V>(value, batch, head, is_real, value_.data(), value_columns_);
     if (unit) {
       normalize_rows<V>(query_.data(), columns_, num_queries_, columns_, query_inverse_.data());
       normalize_rows<V>(key_.data(), columns_, num_keys_, columns_, key_inverse_.data());
@@ -184,7 +184,7 @@ class VectorBackward {
   }
 
   // Writes the gradients, those of queries and keys times scale.
-  template <class V, class In>
+  template <class V>
   YOSO_INLINE void store_gradients(const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value,
                                    int64_t batch, int64_t head, T scale) {
     if (unit) {
@@ -194,7 +194,7 @@ class VectorBackward {
                            T{1});
     }
     const auto store = [&](const Buffer<T>& from, int64_t columns, T scale, const Tensor& to) YOSO_INLINE_LAMBDA {
-      store_rows<V>(from.data(), columns, scale, mutable_rows_of<In>(to), batch, head, 0, to.size(2), to.size(3));
+      store_rows<V>(from.data(), columns, scale, to, batch, head, 0, to.size(2));
     };
     store(grad_query_, columns_, scale, grad_query);
     store(grad_key_, columns_, scale, grad_key);

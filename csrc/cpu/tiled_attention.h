@@ -163,7 +163,7 @@ YOSO_INLINE void kernel_weights(Range queries, Range keys, T* weights, int64_t t
     }
 }
 
-// What keeps and multiplies rows of In, by its Forward and Backward.
+// What keeps and multiplies rows, by its Forward and Backward.
 template <class T>
 struct VectorRows {
   template <bool unit>
@@ -172,38 +172,41 @@ struct VectorRows {
   using Backward = VectorBackward<T, unit>;
 };
 
-// Calls f with a value of what suits the processor.
-template <class In, class F>
-void with_rows(const F& f) {
+// Calls f with a value of what suits the rows and the processor.
+template <class T, class F>
+void with_rows([[maybe_unused]] const Tensor& rows, const F& f) {
 #if YOSO_HAS_AMX
-  if constexpr (std::is_same_v<In, BFloat16>)
-    if (cpu_capability() == Capability::kAmx) return f(AmxRows{});
+  if constexpr (std::is_same_v<T, float>)
+    if (rows.scalar_type() == ScalarType::BFloat16 && cpu_capability() == Capability::kAmx) return f(AmxRows{});
 #endif
-  f(VectorRows<Accumulator<In>>{});
+  f(VectorRows<T>{});
 }
 
 // rows, of whole tiles, that all rows of the other side meet before the next ones: they stay in a second-level cache
 constexpr int64_t kChunkRows = 1024;
 
 // Adds the keys' values to the sums of the queries that `rows` holds, the first of them row `first` of its head.
-template <class V, class Pairs, class Rows, class T = Element<V>>
-YOSO_INLINE void attention_rows(Pairs& pairs, int64_t first, int64_t num_queries, int64_t num_keys, Rows& rows) {
-  // one buffer, from products to what is multiplied: with the rows, it stays in a first-level cache
-  alignas(64) T weights[kTileSize];
-  const int64_t chunk_rows = Pairs::kNear ? num_keys : kChunkRows;
-  for (int64_t chunk = 0; chunk < num_keys; chunk += chunk_rows)
-    for (int64_t q = 0; q < num_queries; q += kTileQueries) {
-      const Range queries{q, std::min(num_queries, q + kTileQueries)};
-      const Range queries_of_head{first + queries.begin, first + queries.end};
-      const Range keys = pairs.keys_of(queries_of_head, {0, num_keys});
-      const int64_t end = std::min(keys.end, chunk + chunk_rows);
-      for (int64_t k = std::max(keys.begin, chunk); k < end; k += kTileKeys) {
-        const Range tile{k, std::min(end, k + kTileKeys)};
-        rows.template multiply_rows<V>(queries, tile, weights);
-        pairs.template weigh<V>(queries_of_head, tile, weights);
-        rows.template add_values<V>(queries, tile, weights);
+template <class T, class Pairs, class Rows>
+void attention_rows(Pairs& pairs, int64_t first, int64_t num_queries, int64_t num_keys, Rows& rows) {
+  Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
+    using V = Vector<T, bytes()>;
+    // one buffer, from products to what is multiplied: with the rows, it stays in a first-level cache
+    alignas(64) T weights[kTileSize];
+    const int64_t chunk_rows = Pairs::kNear ? num_keys : kChunkRows;
+    for (int64_t chunk = 0; chunk < num_keys; chunk += chunk_rows)
+      for (int64_t q = 0; q < num_queries; q += kTileQueries) {
+        const Range queries{q, std::min(num_queries, q + kTileQueries)};
+        const Range queries_of_head{first + queries.begin, first + queries.end};
+        const Range keys = pairs.keys_of(queries_of_head, {0, num_keys});
+        const int64_t end = std::min(keys.end, chunk + chunk_rows);
+        for (int64_t k = std::max(keys.begin, chunk); k < end; k += kTileKeys) {
+          const Range tile{k, std::min(end, k + kTileKeys)};
+          rows.template multiply_rows<V>(queries, tile, weights);
+          pairs.template weigh<V>(queries_of_head, tile, weights);
+          rows.template add_values<V>(queries, tile, weights);
+        }
       }
-    }
+  });
 }
 
 // Into how many slices of queries, which do not interact, heads are cut, so that every thread has work.
@@ -213,36 +216,37 @@ inline int64_t slices_of_head(int64_t heads, int64_t num_queries) {
 }
 
 // inverse_length is used only where out's rows are scaled to length one.
-template <class In, class Pairs>
+template <class T, class Pairs>
 void attention_forward(const Pairs& all_pairs, const Tensor& query, const Tensor& key, const Tensor& value, bool unit,
                        const Tensor& out, const Tensor& inverse_length) {
-  using T = Accumulator<In>;
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
   const int64_t slices = slices_of_head(B * H, N), num_rows = (N + slices - 1) / slices;
   T* inverse = unit ? static_cast<T*>(inverse_length.mutable_data_ptr()) : nullptr;
-  with_rows<In>([&](auto kind) {
+  with_rows<T>(query, [&](auto kind) {
     using Rows = typename decltype(kind)::template Forward<Pairs::kUnit>;
     parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
       Rows rows(num_rows, M, query.size(3), value.size(3));
-      Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
-        using V = Vector<T, bytes()>;
-        for (int64_t task = begin; task < end; ++task) {
-          const int64_t batch = task / slices / H, head = task / slices % H;
-          const int64_t first = task % slices * num_rows, last = std::min(N, first + num_rows);
-          if (first >= last) continue;
-          auto pairs = all_pairs.of_head(batch * H + head);
-          rows.template load_queries<V, In>(query, batch, head, {first, last});
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t batch = task / slices / H, head = task / slices % H;
+        const int64_t first = task % slices * num_rows, last = std::min(N, first + num_rows);
+        if (first >= last) continue;
+        auto pairs = all_pairs.of_head(batch * H + head);
+        Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
+          using V = Vector<T, bytes()>;
+          rows.template load_queries<V>(query, batch, head, {first, last});
           if (task == begin || task % slices == 0)
-            rows.template load_keys<V, In>(key, value, batch, head,
-                                           [&](int64_t row) YOSO_INLINE_LAMBDA { return pairs.is_real(row); });
-          attention_rows<V>(pairs, first, last - first, M, rows);
+            rows.template load_keys<V>(key, value, batch, head,
+                                       [&](int64_t row) YOSO_INLINE_LAMBDA { return pairs.is_real(row); });
+        });
+        attention_rows<T>(pairs, first, last - first, M, rows);
+        Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
+          using V = Vector<T, bytes()>;
           if (unit)
             normalize_rows<V>(rows.sums(), rows.value_columns(), last - first, rows.value_columns(),
                               inverse + (batch * H + head) * N + first);
-          store_rows<V>(rows.sums(), rows.value_columns(), T{1}, mutable_rows_of<In>(out), batch, head, first, last,
-                        value.size(3));
-        }
-      });
+          store_rows<V>(rows.sums(), rows.value_columns(), T{1}, out, batch, head, first, last);
+        });
+      }
     });
   });
 }
@@ -311,13 +315,12 @@ void for_heads(int64_t heads, const F& add_heads) {
     add_heads(0, heads, true);
 }
 
-template <class In, class Pairs>
+template <class T, class Pairs>
 void attention_backward(const Pairs& all_pairs, const Tensor& grad, const Tensor& query, const Tensor& key,
                         const Tensor& value, const Tensor& grad_query, const Tensor& grad_key,
                         const Tensor& grad_value) {
-  using T = Accumulator<In>;
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
-  with_rows<In>([&](auto kind) {
+  with_rows<T>(query, [&](auto kind) {
     using Rows = typename decltype(kind)::template Backward<Pairs::kUnit>;
     for_heads(B * H, [&](int64_t begin, int64_t end, bool shared) {
       Rows rows(N, M, query.size(3), value.size(3));
@@ -326,11 +329,11 @@ void attention_backward(const Pairs& all_pairs, const Tensor& grad, const Tensor
         const auto pairs = all_pairs.of_head(batch_head);
         Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
           const auto is_real = [&](int64_t row) YOSO_INLINE_LAMBDA { return pairs.is_real(row); };
-          rows.template load<Vector<T, bytes()>, In>(grad, query, key, value, batch, head, is_real);
+          rows.template load<Vector<T, bytes()>>(grad, query, key, value, batch, head, is_real);
         });
         add_gradients<T>(pairs, rows, N, M, shared);
         Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
-          rows.template store_gradients<Vector<T, bytes()>, In>(grad_query, grad_key, grad_value, batch, head, T{1});
+          rows.template store_gradients<Vector<T, bytes()>>(grad_query, grad_key, grad_value, batch, head, T{1});
         });
       }
     });
