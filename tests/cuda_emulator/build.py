@@ -14,6 +14,7 @@ import argparse
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,16 +37,20 @@ FLAGS = ["-std=c++20", "-Og", "-march=native", "-ffp-contract=off", "-fwrapv", "
 FLAGS += ["-fPIC", "-fvisibility=hidden", f"-I{HERE}"]
 NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 # with setup.py's others
-KERNEL_FLAGS = [*NVCC_FLAGS, "-lineinfo", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DYOSO_CUDA_EMULATOR"]
+KERNEL_FLAGS = [*NVCC_FLAGS, "-lineinfo", "-Xptxas", "-v"]
+KERNEL_FLAGS += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DYOSO_CUDA_EMULATOR"]
 
 
-def build(target: Path, arch: int = 90, kernels: Sequence[str] = ("*",)) -> None:
+def build(target: Path, arch: int = 90, kernels: Sequence[str] = ("*",)) -> str:
     """Compile and link the library.
 
     Args:
         target: the file to write.
         arch: 80, 86, 89 or 90, the architecture that nvcc compiles for and that the emulated GPU has.
         kernels: which sources of csrc/cuda, without their suffix; all unless given.
+
+    Returns:
+        What ptxas, which compiles the kernels for the GPU itself too, says of their registers and stacks.
 
     Raises:
         subprocess.CalledProcessError: a compiler failed; what it said is on stderr.
@@ -55,24 +60,32 @@ def build(target: Path, arch: int = 90, kernels: Sequence[str] = ("*",)) -> None
     sources = sorted({source for name in kernels for source in (ROOT / "csrc" / "cuda").glob(f"{name}.cu")})
     sources += HERE.glob("*.cpp")
 
-    def compile_one(source: Path, folder: Path) -> list[str]:
+    def run(*command: str) -> str:
+        outcome = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if outcome.returncode != 0:
+            sys.stderr.write(outcome.stderr)
+            outcome.check_returncode()
+        return outcome.stderr
+
+    def compile_one(source: Path, folder: Path) -> tuple[list[str], str]:
         folder.mkdir()
         program, translated, kernels = (folder / name for name in ("program.o", "kernels.cpp", "kernels.o"))
         command = [NVCC, "-c", str(source), "-o", str(program), f"-DYOSO_EMULATOR_ARCH={arch}", *includes]
         if source.suffix == ".cpp":
-            subprocess.run([*command, *NVCC_FLAGS], check=True)
-            return [str(program)]
-        architecture = f"-gencode=arch=compute_{arch},code=compute_{arch}"
-        subprocess.run([*command, *KERNEL_FLAGS, architecture, "--keep", "--keep-dir", str(folder)], check=True)
+            run(*command, *NVCC_FLAGS)
+            return [str(program)], ""
+        architecture = f"-gencode=arch=compute_{arch},code=[compute_{arch},sm_{arch}]"
+        log = run(*command, *KERNEL_FLAGS, architecture, "--keep", "--keep-dir", str(folder))
         translated.write_text(translate((folder / f"{source.stem}.ptx").read_text()))
-        subprocess.run([COMPILER, "-c", str(translated), "-o", str(kernels), *FLAGS], check=True)
-        return [str(program), str(kernels)]
+        run(COMPILER, "-c", str(translated), "-o", str(kernels), *FLAGS)
+        return [str(program), str(kernels)], log
 
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(max_workers=2) as pool:
-        compiled = pool.map(compile_one, sources, [Path(name) / source.stem for source in sources])
-        objects = [path for paths in compiled for path in paths]
+        compiled = list(pool.map(compile_one, sources, [Path(name) / source.stem for source in sources]))
+        objects = [path for paths, _ in compiled for path in paths]
         links = [f"-L{Path(torch.__path__[0]) / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl"]
-        subprocess.run([COMPILER, "-shared", "-o", str(target), *objects, *links], check=True)
+        run(COMPILER, "-shared", "-o", str(target), *objects, *links)
+    return "".join(log for _, log in compiled)
 
 
 if __name__ == "__main__":
