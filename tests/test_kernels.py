@@ -158,9 +158,14 @@ CROWDED = [
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-# the last shape has rows wider than a tile of columns and more hash functions than a block
+# the other shapes have rows wider than a tile of columns and more hash functions than a block, and, at usual widths,
+# fewer than a transform has rows, and more
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize("shape", [*SPREAD, (2, 2, 9, 133, 200, 16, 40, 5)])
+@pytest.mark.parametrize(
+    "shape",
+    [*SPREAD, (2, 2, 9, 133, 200, 16, 40, 5), (1, 3, 9, 301, 64, 8, 19, 9), (1, 2, 9, 77, 64, 8, 70, 7)]
+    + [(1, 2, 9, 77, 32, 8, 34, 16)],
+)
 def test_hash_kernels_give_the_codes_of_float64(shape, dtype):
     inputs = Inputs("random", shape, dtype)
     exact = inputs.hashes(reference, torch.float64)

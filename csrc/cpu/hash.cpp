@@ -66,50 +66,63 @@ YOSO_INLINE void hadamard_stages(V* x, int64_t size, int64_t limit, int64_t h) {
   }
 }
 
+// A size that the compiler knows: addresses and loops take nearly half of the time otherwise.
+template <int64_t size>
+using Fixed = std::integral_constant<int64_t, size>;
+
 // Codes [num_hash] of one vector of rows by H G H D2 H D1. x holds `size` vectors and is overwritten; scratch holds
-// hash_code_len * size of them.
-template <class V>
-YOSO_INLINE void hadamard_codes(V* x, V* scratch, const Element<V>* parameters, int64_t size, int64_t num_hash,
+// hash_code_len * size of them. Codes are written by fours.
+template <class V, class Size>
+YOSO_INLINE void hadamard_codes(V* x, V* scratch, const Element<V>* parameters, Size size, int64_t num_hash,
                                 int64_t hash_code_len, Codes<V>* codes) {
   for (int64_t round = 0; round < 2; ++round, parameters += size) {
     hadamard_pass<8>(x, size, size / 8, [=](int64_t i) YOSO_INLINE_LAMBDA { return x[i] * parameters[i]; });
     hadamard_stages(x, size, 1, size / 8);
   }
-  // the first `needed` rows of a transform are a transform of that size, after the rest is folded onto it
+  const int64_t groups = (num_hash + size - 1) / size;
+  // One hash function for each of the first `needed` rows of a transform: a transform of that size, after the rest is
+  // folded onto it.
+  const auto add_groups = [=](auto needed) YOSO_INLINE_LAMBDA {
+    for (int64_t group = 0; group < groups; ++group) {
+      for (int64_t bit = 0; bit < hash_code_len; ++bit) {
+        const Element<V>* scale = parameters + (bit * groups + group) * size;
+        const auto folded = [=](int64_t i) YOSO_INLINE_LAMBDA {
+          V sum = x[i] * scale[i];
+          for (int64_t fold = i + needed; fold < size; fold += needed) sum += x[fold] * scale[fold];
+          return sum;
+        };
+        V* rows = scratch + bit * needed;
+        if (needed >= 32) {
+          hadamard_pass<8>(rows, needed, needed / 8, folded);
+          hadamard_stages(rows, needed, 4, needed / 8);
+        } else if (needed == 16) {
+          hadamard_pass<4>(rows, needed, 4, folded);
+        } else {
+          hadamard_pass<2>(rows, needed, 4, folded);
+        }
+      }
+      // the last two stages for all bits of four codes, which so stay in registers
+      const int64_t first = group * size;
+      for (int64_t f = 0; f < std::min<int64_t>(needed, num_hash - first); f += 4) {
+        Codes<V> code[4] = {};
+        for (int64_t bit = 0; bit < hash_code_len; ++bit) {
+          V row[4];
+          for (int r = 0; r < 4; ++r) row[r] = scratch[bit * needed + f + r];
+          butterfly<4>(row);
+          for (int r = 0; r < 4; ++r) code[r] |= (row[r] > 0) & (Integer<Element<V>>{1} << bit);
+        }
+        for (int r = 0; r < 4; ++r) codes[first + f + r] = code[r];
+      }
+    }
+  };
   int64_t needed = 8;
   while (needed < num_hash && needed < size) needed *= 2;
-  const int64_t groups = (num_hash + size - 1) / size;
-  for (int64_t group = 0; group < groups; ++group) {
-    for (int64_t bit = 0; bit < hash_code_len; ++bit) {
-      const Element<V>* scale = parameters + (bit * groups + group) * size;
-      const auto folded = [=](int64_t i) YOSO_INLINE_LAMBDA {
-        V sum = x[i] * scale[i];
-        for (int64_t fold = i + needed; fold < size; fold += needed) sum += x[fold] * scale[fold];
-        return sum;
-      };
-      V* rows = scratch + bit * needed;
-      if (needed >= 32) {
-        hadamard_pass<8>(rows, needed, needed / 8, folded);
-        hadamard_stages(rows, needed, 4, needed / 8);
-      } else if (needed == 16) {
-        hadamard_pass<4>(rows, needed, 4, folded);
-      } else {
-        hadamard_pass<2>(rows, needed, 4, folded);
-      }
-    }
-    // the last two stages for all bits of four codes, which so stay in registers
-    const int64_t first = group * size;
-    for (int64_t f = 0; f < std::min(needed, num_hash - first); f += 4) {
-      Codes<V> code[4] = {};
-      for (int64_t bit = 0; bit < hash_code_len; ++bit) {
-        V row[4];
-        for (int r = 0; r < 4; ++r) row[r] = scratch[bit * needed + f + r];
-        butterfly<4>(row);
-        for (int r = 0; r < 4; ++r) code[r] |= (row[r] > 0) & (Integer<Element<V>>{1} << bit);
-      }
-      for (int r = 0; r < std::min<int64_t>(4, num_hash - first - f); ++r) codes[first + f + r] = code[r];
-    }
-  }
+  if (needed == size)
+    add_groups(size);
+  else if (needed == 32)
+    add_groups(Fixed<32>{});
+  else
+    add_groups(needed);
 }
 
 // Codes [num_hash] of one vector of rows by given directions [hash_code_len, num_hash, columns].
@@ -128,30 +141,32 @@ YOSO_INLINE void gaussian_codes(const V* x, const Element<V>* directions, int64_
     }
 }
 
-// Stores a code for each of the first `count` lanes, -1 where keep has a 0.
-template <class V, class Code>
-YOSO_INLINE void store_codes(Code* to, Codes<V> codes, Codes<V> keep, int64_t count) {
+// Stores the codes of a vector of rows for each hash function, -1 where keep has a 0.
+template <class Code, class V>
+YOSO_INLINE void store_codes(void* to, const Codes<V>* codes, Codes<V> keep, int64_t num_hash) {
   using Narrow = Vector<Code, kLanes<V> * sizeof(Code)>;
-  const Narrow narrow = __builtin_convertvector(codes | ~keep, Narrow);
-  std::memcpy(to, &narrow, count * sizeof(Code));
+  for (int64_t f = 0; f < num_hash; ++f)
+    store<Narrow>(static_cast<Code*>(to) + f * kTaskRows, __builtin_convertvector(codes[f] | ~keep, Narrow));
 }
 
 // Hashes x [B, H, N, D]; `size` is the length of a transformed row, D where the directions are given.
-template <class T, class Code>
+template <class T>
 void hash_rows(const Tensor& x, const Tensor& parameters, const bool* mask, bool use_hadamard, int64_t num_hash,
                int64_t hash_code_len, const Tensor& out) {
   const int64_t B = x.size(0), H = x.size(1), N = x.size(2), D = x.size(3), size = parameters.size(2);
   const int64_t chunks = (N + kTaskRows - 1) / kTaskRows, per_head = parameters.size(1) * size;
-  const int64_t columns = padded(D);
+  const int64_t columns = padded(D), code_bytes = out.element_size();
   const float* all_parameters = parameters.const_data_ptr<float>();
-  Code* all_codes = static_cast<Code*>(out.mutable_data_ptr());
+  char* all_codes = static_cast<char*>(out.mutable_data_ptr());
   parallel_for(0, B * H * chunks, 1, [&](int64_t task_begin, int64_t task_end) {
     vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
       using V = Vector<T, bytes()>;
       constexpr int64_t L = kLanes<V>;
       Buffer<T> loaded(kTaskRows * columns), head_parameters(per_head);
       Buffer<V> block(std::max(size, columns)), scratch(use_hadamard ? hash_code_len * size : 0);
-      Buffer<Codes<V>> codes(num_hash);
+      Buffer<Codes<V>> codes((num_hash + 3) / 4 * 4);
+      // of a task: written row by row to `out`, where rows of some lengths are in each other's way in the cache
+      Buffer<char> task_codes(num_hash * kTaskRows * code_bytes);
       for (int64_t task = task_begin; task < task_end; ++task) {
         // the heads of a row lie together in memory
         const int64_t batch = task / (H * chunks), first = task / H % chunks * kTaskRows, head = task % H;
@@ -163,17 +178,30 @@ void hash_rows(const Tensor& x, const Tensor& parameters, const bool* mask, bool
           transpose_rows<V>(AllRows<T>{loaded.data() + (row - first) * columns, columns}, count, columns,
                             reinterpret_cast<T*>(block.data()), L);
           for (int64_t c = columns; c < size; ++c) block[c] = V{};
-          if (use_hadamard)
-            hadamard_codes<V>(block.data(), scratch.data(), head_parameters.data(), size, num_hash, hash_code_len,
+          const auto hash_block = [&](auto known_size) YOSO_INLINE_LAMBDA {
+            hadamard_codes<V>(block.data(), scratch.data(), head_parameters.data(), known_size, num_hash, hash_code_len,
                               codes.data());
-          else
+          };
+          if (!use_hadamard)
             gaussian_codes<V>(block.data(), head_parameters.data(), D, num_hash, hash_code_len, codes.data());
+          else if (std::is_same_v<T, float> && size == 32)
+            hash_block(Fixed<32>{});
+          else if (std::is_same_v<T, float> && size == 64)
+            hash_block(Fixed<64>{});
+          else
+            hash_block(size);
           Codes<V> keep = ~Codes<V>{};
           if (mask != nullptr)
             for (int64_t r = 0; r < count; ++r) keep[r] = mask[batch * N + row + r] ? -1 : 0;
-          Code* to = all_codes + (batch * H + head) * num_hash * N + row;
-          for (int64_t f = 0; f < num_hash; ++f, to += N) store_codes<V>(to, codes[f], keep, count);
+          char* to = task_codes.data() + (row - first) * code_bytes;
+          if (code_bytes == sizeof(int16_t))
+            store_codes<int16_t, V>(to, codes.data(), keep, num_hash);
+          else
+            store_codes<int32_t, V>(to, codes.data(), keep, num_hash);
         }
+        for (int64_t f = 0; f < num_hash; ++f)
+          std::memcpy(all_codes + (((batch * H + head) * num_hash + f) * N + first) * code_bytes,
+                      task_codes.data() + f * kTaskRows * code_bytes, (last - first) * code_bytes);
       }
     });
   });
@@ -188,10 +216,7 @@ Tensor hash_cpu(const Tensor& input, const Tensor& parameters, const std::option
   const Tensor x = dense_rows(input);
   Tensor out = on_huge_pages(empty_tensor(x, {B, H, num_hash, N}, code_dtype(hash_code_len)));
   dispatch_accumulator(x, [&](auto accumulator) {
-    dispatch_codes(out, [&](auto code) {
-      hash_rows<decltype(accumulator), decltype(code)>(x, parameters, mask_data, use_hadamard, num_hash, hash_code_len,
-                                                       out);
-    });
+    hash_rows<decltype(accumulator)>(x, parameters, mask_data, use_hadamard, num_hash, hash_code_len, out);
   });
   return out;
 }
