@@ -18,12 +18,12 @@ YOSO_INLINE void kernel_slopes(T* weights, int64_t tau, T* slopes) {
   }
 }
 
+// Weights are `coarse` of rows of bfloat16.
+template <bool coarse>
 struct AllPairs {
   static constexpr bool kUnit = true, kNear = false;
   int64_t tau;
   bool exact;
-  // whether rows are of bfloat16
-  bool coarse;
 
   AllPairs of_head(int64_t) const { return *this; }
   YOSO_INLINE Range keys_of(Range, Range keys) const { return keys; }
@@ -33,10 +33,7 @@ struct AllPairs {
 
   template <class V, class T = Element<V>>
   YOSO_INLINE void weigh(Range queries, Range keys, T* weights) const {
-    if (coarse)
-      kernel_weights<V, true>(queries, keys, weights, tau);
-    else
-      kernel_weights<V>(queries, keys, weights, tau);
+    kernel_weights<V, coarse>(queries, keys, weights, tau);
   }
   template <class V, class T = Element<V>>
   YOSO_INLINE void weigh(Range queries, Range keys, T* weights, T* slopes) const {
@@ -49,6 +46,13 @@ struct AllPairs {
   YOSO_INLINE void centre_products(Range, T*) const {}
 };
 
+// Calls f with a value of the type that rows are summed up in, and the pairs.
+template <class F>
+void dispatch_pairs(const Tensor& rows, int64_t tau, bool exact, const F& f) {
+  if (rows.scalar_type() == ScalarType::BFloat16) return f(float{}, AllPairs<true>{tau, exact});
+  dispatch_accumulator(rows, [&](auto accumulator) { f(accumulator, AllPairs<false>{tau, exact}); });
+}
+
 // the choice of backward matters to autograd only
 std::tuple<Tensor, Tensor> expectation_attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
                                                      int64_t hash_code_len, bool, bool unit) {
@@ -58,8 +62,7 @@ std::tuple<Tensor, Tensor> expectation_attention_cpu(const Tensor& query, const 
   Tensor inverse_length = empty_inverse_length(out, unit);
   if (B * H * N == 0) return {out, inverse_length};
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
-  const AllPairs pairs{hash_code_len, false, query.scalar_type() == ScalarType::BFloat16};
-  dispatch_accumulator(query, [&](auto accumulator) {
+  dispatch_pairs(query, hash_code_len, false, [&](auto accumulator, const auto& pairs) {
     attention_forward<decltype(accumulator)>(pairs, rows[0], rows[1], rows[2], unit, out, inverse_length);
   });
   return {out, inverse_length};
@@ -75,8 +78,7 @@ std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cpu(const Tens
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));
   Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
   const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
-  const AllPairs pairs{hash_code_len, exact, query.scalar_type() == ScalarType::BFloat16};
-  dispatch_accumulator(query, [&](auto accumulator) {
+  dispatch_pairs(query, hash_code_len, exact, [&](auto accumulator, const auto& pairs) {
     attention_backward<decltype(accumulator)>(pairs, rows[0], rows[1], rows[2], rows[3], grad_query, grad_key,
                                               grad_value);
   });
