@@ -231,12 +231,15 @@ template <class T, class F>
 YOSO_INLINE void with_element(const Tensor& x, const F& f) {
   if constexpr (std::is_same_v<T, double>) {
     f(double{});
-  } else if (x.scalar_type() == ScalarType::BFloat16) {
-    f(BFloat16{});
-  } else if (x.scalar_type() == ScalarType::Half) {
-    f(Half{});
   } else {
-    f(float{});
+    // asked once: it takes longer than it looks, and heads may have few rows
+    const ScalarType type = x.scalar_type();
+    if (type == ScalarType::BFloat16)
+      f(BFloat16{});
+    else if (type == ScalarType::Half)
+      f(Half{});
+    else
+      f(float{});
   }
 }
 

@@ -38,8 +38,9 @@ YOSO_INLINE void transpose_tiles(const T* from, int64_t count, int64_t columns, 
 template <class V, class IsReal>
 YOSO_INLINE void load_real_rows(const Tensor& x, int64_t batch, int64_t head, const IsReal& is_real, Element<V>* to,
                                 int64_t columns) {
-  load_rows<V>(x, batch, head, 0, x.size(2), to, columns);
-  for (int64_t row = 0; row < x.size(2); ++row)
+  const int64_t count = x.size(2);
+  load_rows<V>(x, batch, head, 0, count, to, columns);
+  for (int64_t row = 0; row < count; ++row)
     if (!is_real(row)) std::memset(to + row * columns, 0, columns * sizeof(Element<V>));
 }
 
