@@ -79,6 +79,8 @@ REFUSED = {
     # the part of a model that uses the interface beside one that does not
     "bridgetower_text_model", "clap_text_model", "git_vision_model", "granite_speech", "granite_speech_plus",
     "got_ocr2",
+    # the part without attention of a model that does not use it
+    "wavtokenizer_encoder",
     # attention without softmax, or of rectangles only
     "mra", "reformer", "rwkv", "yoso", "patchtsmixer", "swiftformer", "cvt", "longformer", "gemma4_audio",
     # says of itself that it is causal, and masks as an encoder, or as it is told
