@@ -143,9 +143,9 @@ constexpr auto kHalfNumbers = std::make_integer_sequence<int, 32>{};
 YOSO_INLINE Floats less_upper_half(Floats x) { return x - (Floats)((Words)x & kUpperHalf); }
 
 // Copies some rows of [B, H, N, D] at one (batch, head) to rows of `stride` numbers, zero past the last column.
-YOSO_INLINE void copy_rows(const Tensor& x, int64_t batch, int64_t head, Range range, BFloat16* to, int64_t stride) {
-  const Rows<const BFloat16> rows = rows_of<BFloat16>(x);
-  const int64_t columns = x.size(3), whole = columns / kAmxStep * kAmxStep;
+YOSO_INLINE void copy_rows(const InputRows& x, int64_t batch, int64_t head, Range range, BFloat16* to, int64_t stride) {
+  const Rows<const BFloat16> rows = x.as<BFloat16>();
+  const int64_t columns = x.columns, whole = columns / kAmxStep * kAmxStep;
   for (int64_t row = range.begin; row < range.end; ++row, to += stride) {
     const BFloat16* from = rows.at(batch, head, row);
     // as in load_rows
@@ -279,15 +279,15 @@ YOSO_INLINE void multiply_row_tiles(const BFloat16* left, const uint32_t* right,
 // Some keys or values of a head, a tile at a time: those for which is_real(row) does not hold, and what is past the
 // last, are zeros.
 template <class IsReal>
-YOSO_INLINE void copy_tile(const Tensor& x, int64_t batch, int64_t head, int64_t first, const IsReal& is_real,
+YOSO_INLINE void copy_tile(const InputRows& x, int64_t batch, int64_t head, int64_t first, const IsReal& is_real,
                            BFloat16* to, int64_t stride) {
-  const Range rows{first, std::min(x.size(2), first + kTileKeys)};
+  const Range rows{first, std::min(x.count, first + kTileKeys)};
   copy_rows(x, batch, head, rows, to, stride);
   for (int64_t row = rows.begin; row < first + kTileKeys; ++row)
     if (row >= rows.end || !is_real(row)) std::fill_n(to + (row - first) * stride, stride, BFloat16(0));
 }
 
-YOSO_INLINE void copy_query_tiles(const Tensor& x, int64_t batch, int64_t head, Range rows, BFloat16* to,
+YOSO_INLINE void copy_query_tiles(const InputRows& x, int64_t batch, int64_t head, Range rows, BFloat16* to,
                                   int64_t stride) {
   copy_rows(x, batch, head, rows, to, stride);
   std::fill(to + rows.count() * stride, to + whole_query_tiles(rows.count()) * stride, BFloat16(0));
@@ -316,14 +316,14 @@ class AmxForward {
   }
 
   template <class V>
-  YOSO_INLINE void load_queries(const Tensor& query, int64_t batch, int64_t head, Range rows) {
+  YOSO_INLINE void load_queries(const InputRows& query, int64_t batch, int64_t head, Range rows) {
     copy_query_tiles(query, batch, head, rows, query_.data(), stride_);
     if (unit) invert_lengths(query_.data(), stride_, rows.count(), query_inverse_.data());
     sums_.zero();
   }
 
   template <class V, class IsReal>
-  YOSO_INLINE void load_keys(const Tensor& key, const Tensor& value, int64_t batch, int64_t head,
+  YOSO_INLINE void load_keys(const InputRows& key, const InputRows& value, int64_t batch, int64_t head,
                              const IsReal& is_real) {
     for (int64_t first = 0; first < num_keys_; first += kTileKeys) {
       copy_tile(key, batch, head, first, is_real, tile_.data(), stride_);
@@ -396,8 +396,8 @@ class AmxBackward {
   }
 
   template <class V, class IsReal>
-  YOSO_INLINE void load(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, int64_t batch,
-                        int64_t head, const IsReal& is_real) {
+  YOSO_INLINE void load(const InputRows& grad, const InputRows& query, const InputRows& key, const InputRows& value,
+                        int64_t batch, int64_t head, const IsReal& is_real) {
     copy_query_tiles(query, batch, head, {0, num_queries_}, query_.data(), stride_);
     copy_query_tiles(grad, batch, head, {0, num_queries_}, grad_.data(), value_stride_);
     const int64_t whole = whole_query_tiles(num_queries_);
@@ -470,11 +470,11 @@ class AmxBackward {
   }
 
   template <class V>
-  YOSO_INLINE void store_gradients(const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value,
-                                   int64_t batch, int64_t head, float scale) {
+  YOSO_INLINE void store_gradients(const OutputRows& grad_query, const OutputRows& grad_key,
+                                   const OutputRows& grad_value, int64_t batch, int64_t head, float scale) {
     // of a tile of rows or less
     const auto finish = [&](float* sums, const BFloat16* rows, const float* inverse, Range range,
-                            const Tensor& to) YOSO_INLINE_LAMBDA {
+                            const OutputRows& to) YOSO_INLINE_LAMBDA {
       if (unit) {
         float* const unit_rows = rows_.data() + kTileKeys * columns_;
         widen_rows(rows, stride_, range.count(), inverse, columns_, unit_rows);

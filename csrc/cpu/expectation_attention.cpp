@@ -61,9 +61,9 @@ std::tuple<Tensor, Tensor> expectation_attention_cpu(const Tensor& query, const 
   Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
   Tensor inverse_length = empty_inverse_length(out, unit);
   if (B * H * N == 0) return {out, inverse_length};
-  const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_pairs(query, hash_code_len, false, [&](auto accumulator, const auto& pairs) {
-    attention_forward<decltype(accumulator)>(pairs, rows[0], rows[1], rows[2], unit, out, inverse_length);
+    attention_forward<decltype(accumulator)>(pairs, InputRows(query), InputRows(key), InputRows(value), unit,
+                                             OutputRows(out), inverse_length);
   });
   return {out, inverse_length};
 }
@@ -77,10 +77,10 @@ std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cpu(const Tens
   Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));
   Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
-  const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_pairs(query, hash_code_len, exact, [&](auto accumulator, const auto& pairs) {
-    attention_backward<decltype(accumulator)>(pairs, rows[0], rows[1], rows[2], rows[3], grad_query, grad_key,
-                                              grad_value);
+    attention_backward<decltype(accumulator)>(pairs, InputRows(grad), InputRows(query), InputRows(key),
+                                              InputRows(value), OutputRows(grad_query), OutputRows(grad_key),
+                                              OutputRows(grad_value));
   });
   return {grad_query, grad_key, grad_value};
 }

@@ -64,22 +64,22 @@ void sum_parts(int64_t count, int64_t tile, int64_t size, T* sums, const F& add)
 // heavy, in `heavy_weight` where there are fewer than a tile.
 template <class T>
 struct Keys {
-  const Tensor &key, &value;
+  const InputRows &key, &value;
   const int64_t batch, head, count, columns, value_columns, num_heavy;
   const int64_t* heavy;
   const T scale;
   Buffer<T> light, sums_data, heavy_key, heavy_tile, heavy_value, heavy_weight;
   KeySums<T> sums;
 
-  Keys(const Tensor& key, const Tensor& value, const Tensor& key_weight, const Tensor& all_heavy, int64_t batch_head,
-       T scale)
+  Keys(const InputRows& key, const InputRows& value, const Tensor& key_weight, const Tensor& all_heavy,
+       int64_t batch_head, T scale)
       : key(key),
         value(value),
-        batch(batch_head / key.size(1)),
-        head(batch_head % key.size(1)),
-        count(key.size(2)),
-        columns(padded(key.size(3))),
-        value_columns(padded(value.size(3))),
+        batch(batch_head / key.heads),
+        head(batch_head % key.heads),
+        count(key.count),
+        columns(padded(key.columns)),
+        value_columns(padded(value.columns)),
         num_heavy(all_heavy.size(2)),
         heavy(static_cast<const int64_t*>(all_heavy.const_data_ptr()) + batch_head * num_heavy),
         scale(scale),
@@ -154,8 +154,8 @@ struct Keys {
 
 // Stores the output of some queries, and their weights' sums; `total` has those of the remainder.
 template <class V, class T = Element<V>>
-YOSO_INLINE void attend(const Keys<T>& keys, const Tensor& query, const Tensor& remainder, Range rows,
-                        const Tensor& out, T* total) {
+YOSO_INLINE void attend(const Keys<T>& keys, const InputRows& query, const InputRows& remainder, Range rows,
+                        const OutputRows& out, T* total) {
   const int64_t columns = keys.columns, value_columns = keys.value_columns;
   Buffer<T> queries(kTileQueries * columns), sums(kTileQueries * value_columns), rest(kTileQueries * value_columns);
   alignas(64) T logarithms[kTileSize], weights[kTileSize];
@@ -197,13 +197,13 @@ YOSO_INLINE void attend(const Keys<T>& keys, const Tensor& query, const Tensor& 
 }
 
 template <class T>
-void forward(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_weight, const Tensor& heavy,
-             const Tensor& remainder, const Tensor& remainder_total, double scale, const Tensor& out,
-             const Tensor& total) {
-  const int64_t N = query.size(2);
+void forward(const InputRows& query, const InputRows& key, const InputRows& value, const Tensor& key_weight,
+             const Tensor& heavy, const InputRows& remainder, const Tensor& remainder_total, double scale,
+             const OutputRows& out, const Tensor& total) {
+  const int64_t N = query.count;
   T* totals = static_cast<T*>(total.mutable_data_ptr());
   std::copy_n(static_cast<const T*>(remainder_total.const_data_ptr()), total.numel(), totals);
-  for_heads(query.size(0) * query.size(1), [&](int64_t begin, int64_t end, bool) {
+  for_heads(query.batches * query.heads, [&](int64_t begin, int64_t end, bool) {
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
       const Keys<T> keys(key, value, key_weight, heavy, batch_head, static_cast<T>(scale));
       for_tiles(N, kTileQueries, [&](Range rows) {
@@ -234,7 +234,10 @@ struct Transposes {
 
 // What the backward has of the queries, and what it gives of them.
 struct QueryTensors {
-  const Tensor &grad, &out, &total, &query, &grad_query, &grad_remainder, &grad_remainder_total;
+  InputRows grad, out, query;
+  Tensor total;
+  OutputRows grad_query, grad_remainder;
+  Tensor grad_remainder_total;
 };
 
 // Loads the gradient of some queries' output, turns it into that of the sums before they were divided, and stores that:
@@ -243,7 +246,7 @@ template <class V, class T = Element<V>>
 YOSO_INLINE void load_gradients(const Keys<T>& keys, const QueryTensors& x, int64_t row, int64_t num, T* grads, T* outs,
                                 T* grad_total) {
   const int64_t value_columns = keys.value_columns;
-  const int64_t first = (keys.batch * x.query.size(1) + keys.head) * x.query.size(2) + row;
+  const int64_t first = (keys.batch * x.query.heads + keys.head) * x.query.count + row;
   load_rows<V>(x.grad, keys.batch, keys.head, row, row + num, grads, value_columns);
   load_rows<V>(x.out, keys.batch, keys.head, row, row + num, outs, value_columns);
   for (int64_t q = 0; q < num; ++q) {
@@ -318,7 +321,7 @@ YOSO_INLINE void query_gradients(const Keys<T>& keys, const Transposes<T>& trans
 
 template <class V, class T = Element<V>>
 YOSO_INLINE void store_key_rows(const Keys<T>& keys, const T* key_rows, const T* value_rows, Range rows,
-                                const Tensor& grad_key, const Tensor& grad_value) {
+                                const OutputRows& grad_key, const OutputRows& grad_value) {
   store_rows<V>(key_rows, keys.columns, T{1}, grad_key, keys.batch, keys.head, rows.begin, rows.end);
   store_rows<V>(value_rows, keys.value_columns, T{1}, grad_value, keys.batch, keys.head, rows.begin, rows.end);
 }
@@ -326,7 +329,7 @@ YOSO_INLINE void store_key_rows(const Keys<T>& keys, const T* key_rows, const T*
 // Stores the gradients of some light keys; value_key is the transpose of from.key_value.
 template <class V, class T = Element<V>>
 YOSO_INLINE void key_gradients(const Keys<T>& keys, const Gradients<T>& from, const T* value_key, Range rows,
-                               const Tensor& grad_key, const Tensor& grad_value, T* grad_weight) {
+                               const OutputRows& grad_key, const OutputRows& grad_value, T* grad_weight) {
   const int64_t columns = keys.columns, value_columns = keys.value_columns;
   Buffer<T> key_data(kTileKeys * columns), value_data(kTileKeys * value_columns);
   Buffer<T> key_results(kTileKeys * columns), value_results(kTileKeys * value_columns);
@@ -360,12 +363,12 @@ YOSO_INLINE void key_gradients(const Keys<T>& keys, const Gradients<T>& from, co
 }
 
 template <class T>
-void backward(const QueryTensors& x, const Tensor& key, const Tensor& value, const Tensor& key_weight,
-              const Tensor& heavy, double scale, const Tensor& grad_key, const Tensor& grad_value,
+void backward(const QueryTensors& x, const InputRows& key, const InputRows& value, const Tensor& key_weight,
+              const Tensor& heavy, double scale, const OutputRows& grad_key, const OutputRows& grad_value,
               const Tensor& grad_weight) {
-  const int64_t N = x.query.size(2), M = key.size(2);
-  const int64_t columns = padded(x.query.size(3)), value_columns = padded(value.size(3));
-  for_heads(x.query.size(0) * x.query.size(1), [&](int64_t begin, int64_t end, bool) {
+  const int64_t N = x.query.count, M = key.count;
+  const int64_t columns = padded(x.query.columns), value_columns = padded(value.columns);
+  for_heads(x.query.batches * x.query.heads, [&](int64_t begin, int64_t end, bool) {
     Buffer<T> data(Gradients<T>::size(columns, value_columns)), value_key(columns * value_columns);
     const Gradients<T> gradients(data.data(), columns, value_columns);
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
@@ -422,10 +425,9 @@ std::tuple<Tensor, Tensor> first_order_attention_cpu(const Tensor& query, const 
   Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
   Tensor total = empty_row_numbers(query);
   if (B * H * N == 0) return {out, total};
-  const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value), dense_rows(remainder)};
   dispatch_accumulator(query, [&](auto accumulator) {
-    forward<decltype(accumulator)>(rows[0], rows[1], rows[2], key_weight, heavy, rows[3], remainder_total, scale, out,
-                                   total);
+    forward<decltype(accumulator)>(InputRows(query), InputRows(key), InputRows(value), key_weight, heavy,
+                                   InputRows(remainder), remainder_total, scale, OutputRows(out), total);
   });
   return {out, total};
 }
@@ -446,11 +448,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> first_order_attention
   Tensor grad_remainder = on_huge_pages(empty_heads_last(total, B, H, N, value.size(3)));
   Tensor grad_remainder_total = empty_row_numbers(query);
   if (B * H * (N + M) > 0) {
-    const Tensor rows[] = {dense_rows(grad), dense_rows(out), dense_rows(query), dense_rows(key), dense_rows(value)};
-    const QueryTensors queries{rows[0], rows[1], total, rows[2], grad_query, grad_remainder, grad_remainder_total};
+    const QueryTensors queries{InputRows(grad),        InputRows(out),
+                               InputRows(query),       total,
+                               OutputRows(grad_query), OutputRows(grad_remainder),
+                               grad_remainder_total};
     dispatch_accumulator(query, [&](auto accumulator) {
-      backward<decltype(accumulator)>(queries, rows[3], rows[4], key_weight, heavy, scale, grad_key, grad_value,
-                                      grad_weight);
+      backward<decltype(accumulator)>(queries, InputRows(key), InputRows(value), key_weight, heavy, scale,
+                                      OutputRows(grad_key), OutputRows(grad_value), grad_weight);
     });
   }
   return {grad_query, grad_key, grad_value, grad_weight, grad_remainder, grad_remainder_total};

@@ -151,9 +151,9 @@ YOSO_INLINE void store_codes(void* to, const Codes<V>* codes, Codes<V> keep, int
 
 // Hashes x [B, H, N, D]; `size` is the length of a transformed row, D where the directions are given.
 template <class T>
-void hash_rows(const Tensor& x, const Tensor& parameters, const bool* mask, bool use_hadamard, int64_t num_hash,
+void hash_rows(const InputRows& x, const Tensor& parameters, const bool* mask, bool use_hadamard, int64_t num_hash,
                int64_t hash_code_len, const Tensor& out) {
-  const int64_t B = x.size(0), H = x.size(1), N = x.size(2), D = x.size(3), size = parameters.size(2);
+  const int64_t B = x.batches, H = x.heads, N = x.count, D = x.columns, size = parameters.size(2);
   const int64_t chunks = (N + kTaskRows - 1) / kTaskRows, per_head = parameters.size(1) * size;
   const int64_t columns = padded(D), code_bytes = out.element_size();
   const float* all_parameters = parameters.const_data_ptr<float>();
@@ -207,16 +207,15 @@ void hash_rows(const Tensor& x, const Tensor& parameters, const bool* mask, bool
   });
 }
 
-Tensor hash_cpu(const Tensor& input, const Tensor& parameters, const std::optional<Tensor>& input_mask,
-                int64_t num_hash, int64_t hash_code_len, bool use_hadamard) {
-  check_hash(input, parameters, input_mask, num_hash, hash_code_len, use_hadamard);
-  const int64_t B = input.size(0), H = input.size(1), N = input.size(2);
+Tensor hash_cpu(const Tensor& x, const Tensor& parameters, const std::optional<Tensor>& input_mask, int64_t num_hash,
+                int64_t hash_code_len, bool use_hadamard) {
+  check_hash(x, parameters, input_mask, num_hash, hash_code_len, use_hadamard);
+  const int64_t B = x.size(0), H = x.size(1), N = x.size(2);
   const std::optional<Tensor> mask = dense_mask(input_mask);
   const bool* mask_data = mask.has_value() ? static_cast<const bool*>(mask->const_data_ptr()) : nullptr;
-  const Tensor x = dense_rows(input);
   Tensor out = on_huge_pages(empty_tensor(x, {B, H, num_hash, N}, code_dtype(hash_code_len)));
   dispatch_accumulator(x, [&](auto accumulator) {
-    hash_rows<decltype(accumulator)>(x, parameters, mask_data, use_hadamard, num_hash, hash_code_len, out);
+    hash_rows<decltype(accumulator)>(InputRows(x), parameters, mask_data, use_hadamard, num_hash, hash_code_len, out);
   });
   return out;
 }

@@ -125,9 +125,9 @@ Tensor local_attention_cpu(const Tensor& query, const Tensor& key, const Tensor&
   const NearPairs pairs = near_pairs(query_codes, key_codes, hash_code_len, window);
   Tensor out = on_huge_pages(empty_heads_last(value, value.size(0), value.size(1), value.size(2), value.size(3)));
   if (query.size(0) * query.size(1) * query.size(2) == 0) return out;
-  const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_accumulator(query, [&](auto accumulator) {
-    attention_forward<decltype(accumulator)>(pairs, rows[0], rows[1], rows[2], false, out, out);
+    attention_forward<decltype(accumulator)>(pairs, InputRows(query), InputRows(key), InputRows(value), false,
+                                             OutputRows(out), out);
   });
   return out;
 }
@@ -143,10 +143,10 @@ std::tuple<Tensor, Tensor, Tensor> local_attention_backward_cpu(const Tensor& gr
   Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, N, key.size(3)));
   Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
-  const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_accumulator(query, [&](auto accumulator) {
-    attention_backward<decltype(accumulator)>(pairs, rows[0], rows[1], rows[2], rows[3], grad_query, grad_key,
-                                              grad_value);
+    attention_backward<decltype(accumulator)>(pairs, InputRows(grad), InputRows(query), InputRows(key),
+                                              InputRows(value), OutputRows(grad_query), OutputRows(grad_key),
+                                              OutputRows(grad_value));
   });
   return {grad_query, grad_key, grad_value};
 }

@@ -120,9 +120,9 @@ struct Slice {
 };
 
 template <class T, class Code>
-void sampled_forward(const Tensor& query_codes, const Tensor& key_codes, const Tensor& value, int64_t hash_code_len,
-                     const Tensor& out) {
-  const int64_t B = value.size(0), H = value.size(1), M = value.size(2), Dv = value.size(3);
+void sampled_forward(const Tensor& query_codes, const Tensor& key_codes, const InputRows& value, int64_t hash_code_len,
+                     const OutputRows& out) {
+  const int64_t B = value.batches, H = value.heads, M = value.count, Dv = value.columns;
   const int64_t m = query_codes.size(2), N = query_codes.size(3);
   const uint32_t table_size = 1u << hash_code_len;
   const Code* all_query_codes = static_cast<const Code*>(query_codes.const_data_ptr());
@@ -145,8 +145,8 @@ void sampled_forward(const Tensor& query_codes, const Tensor& key_codes, const T
         const int64_t first = task % slices * slice, width = std::min(slice, Dv - first);
         const Code *keys = all_key_codes + batch_head * m * M, *queries = all_query_codes + batch_head * m * N;
         const int64_t stride = padded(width);
-        with_element<T>(value, [&](auto element) YOSO_INLINE_LAMBDA {
-          auto rows = rows_of<decltype(element)>(value);
+        with_element<T>(value.type, [&](auto element) YOSO_INLINE_LAMBDA {
+          auto rows = value.as<decltype(element)>();
           rows.data += first;
           load_rows<V>(rows, batch, head, 0, M, width, values, stride);
         });
@@ -156,8 +156,8 @@ void sampled_forward(const Tensor& query_codes, const Tensor& key_codes, const T
         } else {
           Slice<V, kVectors / 2, Code>{keys, queries, M, N, table_size, values, tables, sums}.add_all(m, num_tables);
         }
-        with_element<T>(out, [&](auto element) YOSO_INLINE_LAMBDA {
-          auto rows = mutable_rows_of<decltype(element)>(out);
+        with_element<T>(out.type, [&](auto element) YOSO_INLINE_LAMBDA {
+          auto rows = out.as<decltype(element)>();
           rows.data += first;
           store_rows<V>(sums, stride, T{1} / m, rows, batch, head, 0, N, width);
         });
@@ -171,14 +171,14 @@ std::tuple<Tensor, Tensor> sampled_attention_cpu(const Tensor&, const Tensor&, c
                                                  const Tensor& query_codes, const Tensor& key_codes,
                                                  int64_t hash_code_len, bool, bool unit) {
   check_all_codes(query_codes, key_codes, value, hash_code_len);
-  const Tensor rows = dense_rows(value);
   const int64_t B = value.size(0), H = value.size(1), N = query_codes.size(3);
   Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
   Tensor inverse_length = empty_inverse_length(out, unit);
   if (out.numel() > 0) {
-    dispatch_accumulator(rows, [&](auto accumulator) {
+    dispatch_accumulator(value, [&](auto accumulator) {
       dispatch_codes(query_codes, [&](auto code) {
-        sampled_forward<decltype(accumulator), decltype(code)>(query_codes, key_codes, rows, hash_code_len, out);
+        sampled_forward<decltype(accumulator), decltype(code)>(query_codes, key_codes, InputRows(value), hash_code_len,
+                                                               OutputRows(out));
       });
     });
   }

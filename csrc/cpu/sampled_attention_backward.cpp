@@ -34,7 +34,7 @@ struct Side {
   T* sum() { return rows.data() + columns + other_columns; }
 
   template <class V>
-  YOSO_INLINE void load(const Tensor& x, const Tensor& others, int64_t batch, int64_t head, int64_t begin,
+  YOSO_INLINE void load(const InputRows& x, const InputRows& others, int64_t batch, int64_t head, int64_t begin,
                         int64_t end) {
     const int64_t offset = begin * stride;
     load_rows<V>(x, batch, head, begin, end, unit() + offset, stride);
@@ -44,7 +44,7 @@ struct Side {
   }
 
   template <class V>
-  YOSO_INLINE void store(T scale, const Tensor& out, int64_t batch, int64_t head, int64_t begin, int64_t end) {
+  YOSO_INLINE void store(T scale, const OutputRows& out, int64_t batch, int64_t head, int64_t begin, int64_t end) {
     const int64_t offset = begin * stride;
     // a row that is zero, or no numbers, as one in no bucket may be, gets no gradient
     for (int64_t row = begin; row < end; ++row)
@@ -275,11 +275,11 @@ void add_buckets(Side<T>& queries, Side<T>& keys, int64_t hash, int64_t begin, i
 }
 
 template <class T, class Code>
-void sampled_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
+void sampled_backward(const InputRows& grad, const InputRows& query, const InputRows& key, const InputRows& value,
                       const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
-                      const Tensor& grad_query, const Tensor& grad_key) {
-  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
-  const int64_t m = query_codes.size(2), columns = padded(query.size(3)), value_columns = padded(value.size(3));
+                      const OutputRows& grad_query, const OutputRows& grad_key) {
+  const int64_t B = query.batches, H = query.heads, N = query.count, M = key.count;
+  const int64_t m = query_codes.size(2), columns = padded(query.columns), value_columns = padded(value.columns);
   const uint32_t table_size = 1u << hash_code_len;
   const Code* all_query_codes = static_cast<const Code*>(query_codes.const_data_ptr());
   const Code* all_key_codes = static_cast<const Code*>(key_codes.const_data_ptr());
@@ -338,11 +338,11 @@ std::tuple<Tensor, Tensor> sampled_attention_backward_cpu(const Tensor& grad, co
   Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, query.size(2), D));
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, key.size(2), D));
   if (grad_query.numel() == 0 && grad_key.numel() == 0) return {grad_query, grad_key};
-  const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_accumulator(query, [&](auto accumulator) {
     dispatch_codes(query_codes, [&](auto code) {
-      sampled_backward<decltype(accumulator), decltype(code)>(rows[0], rows[1], rows[2], rows[3], query_codes,
-                                                              key_codes, hash_code_len, grad_query, grad_key);
+      sampled_backward<decltype(accumulator), decltype(code)>(InputRows(grad), InputRows(query), InputRows(key),
+                                                              InputRows(value), query_codes, key_codes, hash_code_len,
+                                                              OutputRows(grad_query), OutputRows(grad_key));
     });
   });
   return {grad_query, grad_key};

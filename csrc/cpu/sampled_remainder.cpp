@@ -101,7 +101,7 @@ struct RemainderRows {
 
   // the row's first vector, whose inverse length is kept
   template <class V>
-  YOSO_INLINE void load_first(const Tensor& x, int64_t batch, int64_t head, int64_t begin, int64_t end) {
+  YOSO_INLINE void load_first(const InputRows& x, int64_t batch, int64_t head, int64_t begin, int64_t end) {
     T* to = rows.data() + begin * stride;
     load_rows<V>(x, batch, head, begin, end, to, stride);
     for (int64_t row = begin; row < end; ++row, to += stride) {
@@ -114,12 +114,12 @@ struct RemainderRows {
   }
 
   template <class V>
-  YOSO_INLINE void load_other(const Tensor& x, int64_t batch, int64_t head, int64_t begin, int64_t end) {
+  YOSO_INLINE void load_other(const InputRows& x, int64_t batch, int64_t head, int64_t begin, int64_t end) {
     load_rows<V>(x, batch, head, begin, end, rows.data() + begin * stride + columns, stride);
   }
 
   template <class V>
-  YOSO_INLINE void store(int64_t first_column, const Tensor& out, int64_t batch, int64_t head, int64_t begin,
+  YOSO_INLINE void store(int64_t first_column, const OutputRows& out, int64_t batch, int64_t head, int64_t begin,
                          int64_t end) {
     store_rows<V>(rows.data() + begin * stride + first_column, stride, T{1}, out, batch, head, begin, end);
   }
@@ -363,17 +363,19 @@ void add_buckets(RemainderRows<T>& queries, RemainderRows<T>& keys, const Remain
   });
 }
 
-// What the operator gets, and what it gives: total and out, or the gradients.
-struct Tensors {
-  Tensor query, key, value, key_weight, query_codes, key_codes;
-  std::optional<Tensor> grad, grad_total;
+// What the operators get; the last two are the backward's.
+struct Inputs {
+  InputRows query, key, value;
+  Tensor key_weight, query_codes, key_codes;
+  std::optional<InputRows> grad;
+  std::optional<Tensor> grad_total;
 };
 
 template <class T, class Code, bool backward, class Store>
-void for_buckets(const Tensors& x, int64_t tau, double scale, std::optional<Tensor> total,
+void for_buckets(const Inputs& x, int64_t tau, double scale, std::optional<Tensor> total,
                  std::optional<Tensor> grad_weight, const Store& store) {
-  const int64_t B = x.query.size(0), H = x.query.size(1), N = x.query.size(2), M = x.key.size(2);
-  const int64_t m = x.query_codes.size(2), D = padded(x.query.size(3)), Dv = padded(x.value.size(3));
+  const int64_t B = x.query.batches, H = x.query.heads, N = x.query.count, M = x.key.count;
+  const int64_t m = x.query_codes.size(2), D = padded(x.query.columns), Dv = padded(x.value.columns);
   const uint32_t table_size = 1u << (tau - 1), last_code = 2 * table_size - 1;
   // no bucket of the table for codes below 0
   const auto bucket_of = [=](Code code) {
@@ -454,14 +456,15 @@ std::tuple<Tensor, Tensor> sampled_remainder_cpu(const Tensor& query, const Tens
   Tensor out = on_huge_pages(empty_heads_last(key_weight, B, H, N, value.size(3)));
   Tensor total = empty_row_numbers(query);
   if (B * H * N == 0) return {out, total};
-  const Tensors x{dense_rows(query), dense_rows(key), dense_rows(value), key_weight, query_codes, key_codes, {}, {}};
+  const Inputs x{InputRows(query), InputRows(key), InputRows(value), key_weight, query_codes, key_codes, {}, {}};
+  const OutputRows out_rows(out);
   dispatch_accumulator(query, [&](auto accumulator) {
     dispatch_codes(query_codes, [&](auto code) {
       using T = decltype(accumulator);
       const auto store = [&](auto bytes, auto& queries, auto&, int64_t batch, int64_t head, Range rows,
                              Range) YOSO_INLINE_LAMBDA {
         if (rows.begin < rows.end)
-          queries.template store<Vector<T, bytes()>>(queries.columns, out, batch, head, rows.begin, rows.end);
+          queries.template store<Vector<T, bytes()>>(queries.columns, out_rows, batch, head, rows.begin, rows.end);
       };
       for_buckets<T, decltype(code), false>(x, hash_code_len, scale, total, {}, store);
     });
@@ -481,8 +484,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cpu(
   Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
   Tensor grad_weight = empty_row_numbers(key);
   if (B * H * (N + M) == 0) return {grad_query, grad_key, grad_value, grad_weight};
-  const Tensors x{dense_rows(query), dense_rows(key), dense_rows(value), key_weight,
-                  query_codes,       key_codes,       dense_rows(grad),  grad_total};
+  const Inputs x{InputRows(query), InputRows(key), InputRows(value), key_weight,
+                 query_codes,      key_codes,      InputRows(grad),  grad_total};
+  const OutputRows to_query(grad_query), to_key(grad_key), to_value(grad_value);
   dispatch_accumulator(query, [&](auto accumulator) {
     dispatch_codes(query_codes, [&](auto code) {
       using T = decltype(accumulator);
@@ -491,10 +495,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cpu(
         using V = Vector<T, bytes()>;
         const int64_t sums = queries.columns + queries.value_columns;
         if (query_rows.begin < query_rows.end)
-          queries.template store<V>(sums, grad_query, batch, head, query_rows.begin, query_rows.end);
+          queries.template store<V>(sums, to_query, batch, head, query_rows.begin, query_rows.end);
         if (key_rows.begin < key_rows.end) {
-          keys.template store<V>(sums, grad_key, batch, head, key_rows.begin, key_rows.end);
-          keys.template store<V>(sums + keys.columns, grad_value, batch, head, key_rows.begin, key_rows.end);
+          keys.template store<V>(sums, to_key, batch, head, key_rows.begin, key_rows.end);
+          keys.template store<V>(sums + keys.columns, to_value, batch, head, key_rows.begin, key_rows.end);
         }
       };
       for_buckets<T, decltype(code), true>(x, hash_code_len, scale, {}, grad_weight, store);

@@ -226,22 +226,57 @@ void dispatch_accumulator(const Tensor& x, const F& f) {
   dispatch_floating(x, [&](auto element) { f(Accumulator<decltype(element)>{}); });
 }
 
-// Calls f, a YOSO_INLINE_LAMBDA, with a value of x's own type, one of those whose sums have type T.
+// Calls f, a YOSO_INLINE_LAMBDA, with a value of this type, one of those whose sums have type T.
 template <class T, class F>
-YOSO_INLINE void with_element(const Tensor& x, const F& f) {
-  if constexpr (std::is_same_v<T, double>) {
+YOSO_INLINE void with_element(ScalarType type, const F& f) {
+  if constexpr (std::is_same_v<T, double>)
     f(double{});
-  } else {
-    // asked once: it takes longer than it looks, and heads may have few rows
-    const ScalarType type = x.scalar_type();
-    if (type == ScalarType::BFloat16)
-      f(BFloat16{});
-    else if (type == ScalarType::Half)
-      f(Half{});
-    else
-      f(float{});
-  }
+  else if (type == ScalarType::BFloat16)
+    f(BFloat16{});
+  else if (type == ScalarType::Half)
+    f(Half{});
+  else
+    f(float{});
 }
+
+// The rows of a [B, H, N, D] tensor of any type: Data is const void where they are read, void where they are written.
+// What a Tensor is asked takes longer than it looks, and a head may have few rows: it is asked once.
+template <class Data>
+struct AnyRows {
+  static constexpr bool kRead = std::is_const_v<Data>;
+  const Tensor tensor;
+  Data* const data;
+  const ScalarType type;
+  const int64_t batches, heads, count, columns, batch_stride, head_stride, row_stride;
+
+  // where rows that are read are not dense, of a copy
+  explicit AnyRows(const Tensor& x)
+      : tensor(kRead ? dense_rows(x) : x),
+        data(data_of(tensor)),
+        type(tensor.scalar_type()),
+        batches(tensor.size(0)),
+        heads(tensor.size(1)),
+        count(tensor.size(2)),
+        columns(tensor.size(3)),
+        batch_stride(tensor.stride(0)),
+        head_stride(tensor.stride(1)),
+        row_stride(tensor.stride(2)) {}
+
+  template <class T>
+  YOSO_INLINE Rows<std::conditional_t<kRead, const T, T>> as() const {
+    return {static_cast<std::conditional_t<kRead, const T, T>*>(data), batch_stride, head_stride, row_stride};
+  }
+
+ private:
+  static Data* data_of(const Tensor& x) {
+    if constexpr (kRead)
+      return x.const_data_ptr();
+    else
+      return x.mutable_data_ptr();
+  }
+};
+using InputRows = AnyRows<const void>;
+using OutputRows = AnyRows<void>;
 
 // Copies some rows of [B, H, N, D] at one (batch, head) to padded rows in the accumulator's type.
 template <class V, class In>
@@ -268,23 +303,22 @@ YOSO_INLINE void store_rows(const Element<V>* from, int64_t from_stride, Element
   }
 }
 
-// The same for all columns of a tensor of any type: what calls these is compiled for the accumulator's alone.
+// The same for all columns of rows of any type: what calls these is compiled for the accumulator's alone.
 template <class V>
-void load_rows(const Tensor& x, int64_t batch, int64_t head, int64_t begin, int64_t end, Element<V>* to,
+void load_rows(const InputRows& rows, int64_t batch, int64_t head, int64_t begin, int64_t end, Element<V>* to,
                int64_t to_stride) {
-  outlined<V>([=, &x](auto) YOSO_INLINE_LAMBDA {
-    with_element<Element<V>>(x, [=, &x](auto element) YOSO_INLINE_LAMBDA {
-      load_rows<V>(rows_of<decltype(element)>(x), batch, head, begin, end, x.size(3), to, to_stride);
+  outlined<V>([=, &rows](auto) YOSO_INLINE_LAMBDA {
+    with_element<Element<V>>(rows.type, [=, &rows](auto element) YOSO_INLINE_LAMBDA {
+      load_rows<V>(rows.as<decltype(element)>(), batch, head, begin, end, rows.columns, to, to_stride);
     });
   });
 }
 template <class V>
-void store_rows(const Element<V>* from, int64_t from_stride, Element<V> scale, const Tensor& x, int64_t batch,
+void store_rows(const Element<V>* from, int64_t from_stride, Element<V> scale, const OutputRows& rows, int64_t batch,
                 int64_t head, int64_t begin, int64_t end) {
-  outlined<V>([=, &x](auto) YOSO_INLINE_LAMBDA {
-    with_element<Element<V>>(x, [=, &x](auto element) YOSO_INLINE_LAMBDA {
-      store_rows<V>(from, from_stride, scale, mutable_rows_of<decltype(element)>(x), batch, head, begin, end,
-                    x.size(3));
+  outlined<V>([=, &rows](auto) YOSO_INLINE_LAMBDA {
+    with_element<Element<V>>(rows.type, [=, &rows](auto element) YOSO_INLINE_LAMBDA {
+      store_rows<V>(from, from_stride, scale, rows.as<decltype(element)>(), batch, head, begin, end, rows.columns);
     });
   });
 }

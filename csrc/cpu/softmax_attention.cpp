@@ -168,15 +168,15 @@ YOSO_INLINE Range fill_bias(const RealKeys& is_real, int64_t num_keys, T* bias) 
 }
 
 template <class T>
-void forward(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& key_mask,
-             double scale, const Tensor& out, const Tensor& logarithm) {
-  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2), Dv = value.size(3);
+void forward(const InputRows& query, const InputRows& key, const InputRows& value,
+             const std::optional<Tensor>& key_mask, double scale, const OutputRows& out, const Tensor& logarithm) {
+  const int64_t B = query.batches, H = query.heads, N = query.count, M = key.count, Dv = value.columns;
   const int64_t slices = slices_of_head(B * H, N), num_rows = (N + slices - 1) / slices;
   T* logarithms = static_cast<T*>(logarithm.mutable_data_ptr());
   with_rows<T>(query, [&](auto kind) {
     using Rows = typename decltype(kind)::template Forward<SoftmaxPairs<T>::kUnit>;
     parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
-      Rows rows(num_rows, M, query.size(3), Dv);
+      Rows rows(num_rows, M, query.columns, Dv);
       const int64_t value_columns = rows.value_columns();
       Buffer<T> bias(whole_tiles(M)), totals(num_rows * kRowQuantum), largest(num_rows);
       Range tiles{};
@@ -214,10 +214,10 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
 
 // Of every row of a head, the product of two tensors, to products.
 template <class V, class T = Element<V>>
-YOSO_INLINE void multiply_row_by_row(const Tensor& a, const Tensor& b, int64_t batch, int64_t head, T* a_rows,
+YOSO_INLINE void multiply_row_by_row(const InputRows& a, const InputRows& b, int64_t batch, int64_t head, T* a_rows,
                                      T* b_rows, int64_t columns, T* products) {
-  for (int64_t row = 0; row < a.size(2); row += kLoadedRows) {
-    const int64_t last = std::min(a.size(2), row + kLoadedRows);
+  for (int64_t row = 0; row < a.count; row += kLoadedRows) {
+    const int64_t last = std::min(a.count, row + kLoadedRows);
     load_rows<V>(a, batch, head, row, last, a_rows, columns);
     load_rows<V>(b, batch, head, row, last, b_rows, columns);
     for (int64_t i = 0; i < last - row; ++i) {
@@ -230,16 +230,16 @@ YOSO_INLINE void multiply_row_by_row(const Tensor& a, const Tensor& b, int64_t b
 }
 
 template <class T>
-void backward(const Tensor& grad, const Tensor& out, const Tensor& logarithm, const Tensor& query, const Tensor& key,
-              const Tensor& value, const std::optional<Tensor>& key_mask, double scale, const Tensor& grad_query,
-              const Tensor& grad_key, const Tensor& grad_value) {
-  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2), Dv = value.size(3);
+void backward(const InputRows& grad, const InputRows& out, const Tensor& logarithm, const InputRows& query,
+              const InputRows& key, const InputRows& value, const std::optional<Tensor>& key_mask, double scale,
+              const OutputRows& grad_query, const OutputRows& grad_key, const OutputRows& grad_value) {
+  const int64_t B = query.batches, H = query.heads, N = query.count, M = key.count, Dv = value.columns;
   const int64_t value_columns = padded(Dv);
   const T* logarithms = static_cast<const T*>(logarithm.const_data_ptr());
   with_rows<T>(query, [&](auto kind) {
     using Rows = typename decltype(kind)::template Backward<SoftmaxPairs<T>::kUnit>;
     for_heads(B * H, [&](int64_t begin, int64_t end, bool shared) {
-      Rows rows(N, M, query.size(3), Dv);
+      Rows rows(N, M, query.columns, Dv);
       Buffer<T> bias(whole_tiles(M)), head_logarithms(N), mean_products(N);
       Buffer<T> grad_rows(kLoadedRows * value_columns), out_rows(kLoadedRows * value_columns);
       SoftmaxPairs<T> pairs{static_cast<T>(scale), bias.data()};
@@ -277,9 +277,9 @@ std::tuple<Tensor, Tensor> softmax_attention_cpu(const Tensor& query, const Tens
   Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
   Tensor logarithm = empty_row_numbers(out);
   if (B * H * N == 0) return {out, logarithm};
-  const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_accumulator(query, [&](auto accumulator) {
-    forward<decltype(accumulator)>(rows[0], rows[1], rows[2], dense_mask(key_mask), scale, out, logarithm);
+    forward<decltype(accumulator)>(InputRows(query), InputRows(key), InputRows(value), dense_mask(key_mask), scale,
+                                   OutputRows(out), logarithm);
   });
   return {out, logarithm};
 }
@@ -292,10 +292,10 @@ std::tuple<Tensor, Tensor, Tensor> softmax_attention_backward_cpu(
   Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));
   Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
-  const Tensor rows[] = {dense_rows(grad), dense_rows(out), dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_accumulator(query, [&](auto accumulator) {
-    backward<decltype(accumulator)>(rows[0], rows[1], logarithm, rows[2], rows[3], rows[4], dense_mask(key_mask), scale,
-                                    grad_query, grad_key, grad_value);
+    backward<decltype(accumulator)>(InputRows(grad), InputRows(out), logarithm, InputRows(query), InputRows(key),
+                                    InputRows(value), dense_mask(key_mask), scale, OutputRows(grad_query),
+                                    OutputRows(grad_key), OutputRows(grad_value));
   });
   return {grad_query, grad_key, grad_value};
 }

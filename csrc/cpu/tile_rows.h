@@ -36,9 +36,9 @@ YOSO_INLINE void transpose_tiles(const T* from, int64_t count, int64_t columns, 
 
 // Loads keys or values of a head, those for which is_real(row) does not hold as zeros.
 template <class V, class IsReal>
-YOSO_INLINE void load_real_rows(const Tensor& x, int64_t batch, int64_t head, const IsReal& is_real, Element<V>* to,
+YOSO_INLINE void load_real_rows(const InputRows& x, int64_t batch, int64_t head, const IsReal& is_real, Element<V>* to,
                                 int64_t columns) {
-  const int64_t count = x.size(2);
+  const int64_t count = x.count;
   load_rows<V>(x, batch, head, 0, count, to, columns);
   for (int64_t row = 0; row < count; ++row)
     if (!is_real(row)) std::memset(to + row * columns, 0, columns * sizeof(Element<V>));
@@ -66,14 +66,14 @@ class VectorForward {
   }
 
   template <class V>
-  YOSO_INLINE void load_queries(const Tensor& query, int64_t batch, int64_t head, Range rows) {
+  YOSO_INLINE void load_queries(const InputRows& query, int64_t batch, int64_t head, Range rows) {
     load_rows<V>(query, batch, head, rows.begin, rows.end, query_.data(), columns_);
     if (unit) normalize_rows<V>(query_.data(), columns_, rows.count(), columns_, lengths_.data());
     sums_.zero();
   }
 
   template <class V, class IsReal>
-  YOSO_INLINE void load_keys(const Tensor& key, const Tensor& value, int64_t batch, int64_t head,
+  YOSO_INLINE void load_keys(const InputRows& key, const InputRows& value, int64_t batch, int64_t head,
                              const IsReal& is_real) {
     load_real_rows<V>(key, batch, head, is_real, key_.data(), columns_);
     load_real_rows<V>(value, batch, head, is_real, value_.data(), value_columns_);
@@ -135,8 +135,8 @@ class VectorBackward {
 
   // Loads rows, and clears the gradients.
   template <class V, class IsReal>
-  YOSO_INLINE void load(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, int64_t batch,
-                        int64_t head, const IsReal& is_real) {
+  YOSO_INLINE void load(const InputRows& grad, const InputRows& query, const InputRows& key, const InputRows& value,
+                        int64_t batch, int64_t head, const IsReal& is_real) {
     load_rows<V>(query, batch, head, 0, num_queries_, query_.data(), columns_);
     load_rows<V>(grad, batch, head, 0, num_queries_, grad_.data(), value_columns_);
     load_real_rows<V>(key, batch, head, is_real, key_.data(), columns_);
@@ -186,16 +186,16 @@ class VectorBackward {
 
   // Writes the gradients, those of queries and keys times scale.
   template <class V>
-  YOSO_INLINE void store_gradients(const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value,
-                                   int64_t batch, int64_t head, T scale) {
+  YOSO_INLINE void store_gradients(const OutputRows& grad_query, const OutputRows& grad_key,
+                                   const OutputRows& grad_value, int64_t batch, int64_t head, T scale) {
     if (unit) {
       through_normalize<V>(grad_query_.data(), columns_, query_.data(), columns_, num_queries_, columns_,
                            query_inverse_.data(), T{1});
       through_normalize<V>(grad_key_.data(), columns_, key_.data(), columns_, num_keys_, columns_, key_inverse_.data(),
                            T{1});
     }
-    const auto store = [&](const Buffer<T>& from, int64_t columns, T scale, const Tensor& to) YOSO_INLINE_LAMBDA {
-      store_rows<V>(from.data(), columns, scale, to, batch, head, 0, to.size(2));
+    const auto store = [&](const Buffer<T>& from, int64_t columns, T scale, const OutputRows& to) YOSO_INLINE_LAMBDA {
+      store_rows<V>(from.data(), columns, scale, to, batch, head, 0, to.count);
     };
     store(grad_query_, columns_, scale, grad_query);
     store(grad_key_, columns_, scale, grad_key);

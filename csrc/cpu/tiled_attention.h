@@ -174,10 +174,10 @@ struct VectorRows {
 
 // Calls f with a value of what suits the rows and the processor.
 template <class T, class F>
-void with_rows([[maybe_unused]] const Tensor& rows, const F& f) {
+void with_rows([[maybe_unused]] const InputRows& rows, const F& f) {
 #if YOSO_HAS_AMX
   if constexpr (std::is_same_v<T, float>)
-    if (rows.scalar_type() == ScalarType::BFloat16 && cpu_capability() == Capability::kAmx) return f(AmxRows{});
+    if (rows.type == ScalarType::BFloat16 && cpu_capability() == Capability::kAmx) return f(AmxRows{});
 #endif
   f(VectorRows<T>{});
 }
@@ -217,15 +217,15 @@ inline int64_t slices_of_head(int64_t heads, int64_t num_queries) {
 
 // inverse_length is used only where out's rows are scaled to length one.
 template <class T, class Pairs>
-void attention_forward(const Pairs& all_pairs, const Tensor& query, const Tensor& key, const Tensor& value, bool unit,
-                       const Tensor& out, const Tensor& inverse_length) {
-  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
+void attention_forward(const Pairs& all_pairs, const InputRows& query, const InputRows& key, const InputRows& value,
+                       bool unit, const OutputRows& out, const Tensor& inverse_length) {
+  const int64_t B = query.batches, H = query.heads, N = query.count, M = key.count;
   const int64_t slices = slices_of_head(B * H, N), num_rows = (N + slices - 1) / slices;
   T* inverse = unit ? static_cast<T*>(inverse_length.mutable_data_ptr()) : nullptr;
   with_rows<T>(query, [&](auto kind) {
     using Rows = typename decltype(kind)::template Forward<Pairs::kUnit>;
     parallel_for(0, B * H * slices, 1, [&](int64_t begin, int64_t end) {
-      Rows rows(num_rows, M, query.size(3), value.size(3));
+      Rows rows(num_rows, M, query.columns, value.columns);
       for (int64_t task = begin; task < end; ++task) {
         const int64_t batch = task / slices / H, head = task / slices % H;
         const int64_t first = task % slices * num_rows, last = std::min(N, first + num_rows);
@@ -316,14 +316,14 @@ void for_heads(int64_t heads, const F& add_heads) {
 }
 
 template <class T, class Pairs>
-void attention_backward(const Pairs& all_pairs, const Tensor& grad, const Tensor& query, const Tensor& key,
-                        const Tensor& value, const Tensor& grad_query, const Tensor& grad_key,
-                        const Tensor& grad_value) {
-  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
+void attention_backward(const Pairs& all_pairs, const InputRows& grad, const InputRows& query, const InputRows& key,
+                        const InputRows& value, const OutputRows& grad_query, const OutputRows& grad_key,
+                        const OutputRows& grad_value) {
+  const int64_t B = query.batches, H = query.heads, N = query.count, M = key.count;
   with_rows<T>(query, [&](auto kind) {
     using Rows = typename decltype(kind)::template Backward<Pairs::kUnit>;
     for_heads(B * H, [&](int64_t begin, int64_t end, bool shared) {
-      Rows rows(N, M, query.size(3), value.size(3));
+      Rows rows(N, M, query.columns, value.columns);
       for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
         const int64_t batch = batch_head / H, head = batch_head % H;
         const auto pairs = all_pairs.of_head(batch_head);
