@@ -148,8 +148,7 @@ YOSO_INLINE void copy_rows(const InputRows& x, int64_t batch, int64_t head, Rang
   const int64_t columns = x.columns, whole = columns / kAmxStep * kAmxStep;
   for (int64_t row = range.begin; row < range.end; ++row, to += stride) {
     const BFloat16* from = rows.at(batch, head, row);
-    // as in load_rows
-    if (row + kRowsAhead < range.end) prefetch(rows.at(batch, head, row + kRowsAhead), columns);
+    fetch_ahead(rows, batch, head, row, range.begin, range.end, columns);
     for (int64_t c = 0; c < whole; c += kAmxStep) store_halves(to + c, load_halves(from + c));
     for (int64_t c = whole; c < stride; ++c) to[c] = c < columns ? from[c] : BFloat16(0);
   }

@@ -220,6 +220,15 @@ YOSO_INLINE void prefetch(const T* row, Columns columns) {
   for (int64_t line = 0; line < columns * int64_t{sizeof(T)}; line += 64) __builtin_prefetch(bytes + line);
 }
 
+// Fetches a row that will be loaded soon, where each head's rows from `begin` to `end` are loaded one after the other:
+// they lie far apart, and the processor does not see them coming. After the last head there is none; nothing is read.
+template <class In>
+YOSO_INLINE void fetch_ahead(Rows<const In> rows, int64_t batch, int64_t head, int64_t row, int64_t begin, int64_t end,
+                             int64_t columns) {
+  const int64_t count = end - begin, ahead = row + std::min(kRowsAhead, count);
+  prefetch(ahead < end ? rows.at(batch, head, ahead) : rows.at(batch, head + 1, ahead - count), columns);
+}
+
 // Calls f with a value of the type that sums of x's numbers have.
 template <class F>
 void dispatch_accumulator(const Tensor& x, const F& f) {
@@ -285,8 +294,7 @@ YOSO_INLINE void load_rows(Rows<const In> rows, int64_t batch, int64_t head, int
   const int64_t whole = columns / kLanes<V> * kLanes<V>, to_columns = padded(columns);
   for (int64_t row = begin; row < end; ++row, to += to_stride) {
     const In* from = rows.at(batch, head, row);
-    // rows of one head lie far apart: the processor does not see them coming
-    if (row + kRowsAhead < end) prefetch(rows.at(batch, head, row + kRowsAhead), columns);
+    fetch_ahead(rows, batch, head, row, begin, end, columns);
     for (int64_t c = 0; c < whole; c += kLanes<V>) store<V>(to + c, load_as<V>(from + c));
     for (int64_t c = whole; c < to_columns; ++c) to[c] = c < columns ? static_cast<Element<V>>(from[c]) : 0;
   }
