@@ -220,7 +220,8 @@ def test_other_compilers_take_the_cpu_kernels_without_a_warning(target):
     # clang takes the C++ library of GCC
     if compiler is None or (target != "clang" and cross_gcc is None):
         pytest.skip("no such compiler")
-    command = [compiler, "-std=c++20", "-Wall", "-Werror", "-Wno-psabi", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    command = [compiler, "-std=c++20", "-Wall", "-Werror", "-Wno-psabi", "-fvisibility=hidden", "-falign-loops=32"]
+    command += ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
     command += ["--target=aarch64-linux-gnu"] if target == "clang for aarch64" else []
     for path in cpp_extension.include_paths():
         command += ["-isystem", path]
