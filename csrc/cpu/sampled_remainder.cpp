@@ -20,22 +20,24 @@ YOSO_INLINE double remainder(double x, double& slope) {
 }
 
 // By 2^n exp(f), with exp(f) - 1 - f as a series: where n is 0, nothing cancels.
-YOSO_INLINE float remainder(float x, float& slope) {
-  // added to a small number and subtracted, it rounds that to an integer
-  constexpr float kRounds = 0x1.8p23f;
-  const float y = std::min<float>(std::max(x, kMinLogarithm), kMaxLogarithm);
-  const float n = (y * static_cast<float>(M_LOG2E) + kRounds) - kRounds;
+template <class X>
+YOSO_INLINE X remainder(X x, X& slope) {
+  // added to a small number it rounds that to an integer, which the lowest bits of the sum hold
+  constexpr float kRounds = 0x1.8p23f, kMost = kMaxLogarithm;
+  using Bits = typename BitsOf<X>::type;
+  const X least = x < kMinLogarithm ? X{} + kMinLogarithm : x, y = least > kMost ? X{} + kMost : least;
+  const X rounded = y * static_cast<float>(M_LOG2E) + kRounds, n = rounded - kRounds;
   // log(2) in two parts, of which the product with the first is exact
-  const float f = (y - n * 0.693359375f) - n * -2.12194440e-4f;
-  float series = 1.0f / 5040;
+  const X f = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+  X series = X{} + 1.0f / 5040;
   series = series * f + 1.0f / 720;
   series = series * f + 1.0f / 120;
   series = series * f + 1.0f / 24;
   series = series * f + 1.0f / 6;
   series = series * f + 0.5f;
-  const float power = __builtin_bit_cast(float, (static_cast<int32_t>(n) + 127) << 23);
-  const float beyond = power * (f * f * series), first = power * f, less_one = power - 1;
-  slope = x < kMaxLogarithm ? less_one + first + beyond : -1;
+  const X power = __builtin_bit_cast(X, (__builtin_bit_cast(Bits, rounded) << 23) + (127u << 23));
+  const X beyond = power * (f * f * series), first = power * f, less_one = power - 1.0f;
+  slope = x < kMost ? less_one + first + beyond : X{} - 1.0f;
   return beyond + (less_one + (first - x));
 }
 
@@ -45,8 +47,6 @@ struct Tile {
   static constexpr int64_t kSize = kBucketRows * kBucketRows;
   // in turn: products of queries and keys, weights; slopes; products of gradients and values
   alignas(64) T products[kSize], weights[kSize], slopes[kSize];
-  // of each cosine the share of the angle that it leaves, the angle's, and the powers of both
-  alignas(64) T left[kSize], angle[kSize], left_power[kSize], angle_power[kSize];
   // by key: what makes a product a cosine, and what the key weighs
   alignas(64) T inverse[kBucketRows], key_weight[kBucketRows];
   int32_t part[kBucketRows];
@@ -54,31 +54,22 @@ struct Tile {
 
 // Turns cosines into weights: the remainder of scale x products, times share, over the probability that a pair shares
 // a bucket. Where `with_slopes`, slopes get what the weights have in the products.
-template <bool with_slopes, class T>
+template <class V, bool with_slopes, class T>
 YOSO_INLINE void weigh(Tile<T>& tile, int64_t size, int64_t tau, T scale, T share) {
-  for (int64_t i = 0; i < size; ++i) {
-    const T left = angle_complement(tile.weights[i]);
-    tile.left[i] = tile.left_power[i] = left;
-    tile.angle[i] = tile.angle_power[i] = 1 - left;
-  }
-  // by squaring, from the highest bit on
-  for (int bit = 62 - __builtin_clzll(tau); bit >= 0; --bit) {
-    if (tau >> bit & 1)
-      for (int64_t i = 0; i < size; ++i) {
-        tile.left_power[i] *= tile.left_power[i] * tile.left[i];
-        tile.angle_power[i] *= tile.angle_power[i] * tile.angle[i];
-      }
-    else
-      for (int64_t i = 0; i < size; ++i) {
-        tile.left_power[i] *= tile.left_power[i];
-        tile.angle_power[i] *= tile.angle_power[i];
-      }
-  }
-  for (int64_t i = 0; i < size; ++i) {
-    T slope;
-    const T factor = share / (tile.left_power[i] + tile.angle_power[i]);
-    tile.weights[i] = factor * remainder(scale * tile.products[i], slope);
-    if constexpr (with_slopes) tile.slopes[i] = factor * scale * slope;
+  using X = Numbers<V>;
+  for (int64_t i = 0; i < size; i += kNumbers<V>) {
+    const X left = angle_complement(load_numbers<X>(tile.weights + i)), angle = 1 - left;
+    X left_power = left, angle_power = angle;
+    // by squaring, from the highest bit on
+    for (int bit = 62 - __builtin_clzll(tau); bit >= 0; --bit) {
+      const bool once_more = tau >> bit & 1;
+      left_power *= once_more ? left_power * left : left_power;
+      angle_power *= once_more ? angle_power * angle : angle_power;
+    }
+    X slope;
+    const X factor = share / (left_power + angle_power);
+    store_numbers(tile.weights + i, factor * remainder(scale * load_numbers<X>(tile.products + i), slope));
+    if constexpr (with_slopes) store_numbers(tile.slopes + i, factor * scale * slope);
   }
 }
 
@@ -158,7 +149,7 @@ YOSO_INLINE void add_tile(Sizes sizes, RemainderRows<T>& queries, const int32_t*
     for (int64_t k = 0; k < stride; ++k) tile.weights[q * stride + k] = products[k] * inverse * tile.inverse[k];
   }
   for (int64_t i = nq * stride; i < size; ++i) tile.products[i] = tile.weights[i] = 0;
-  weigh<backward>(tile, size, tau, scale, share);
+  weigh<V, backward>(tile, size, tau, scale, share);
   if constexpr (!backward) {
     for (int64_t q = 0; q < nq; ++q) {
       T* weights = tile.weights + q * stride;
@@ -239,7 +230,7 @@ YOSO_INLINE void add_listed_pairs(Sizes sizes, RemainderRows<T>& queries, int32_
   multiply_pairs<V>(D, query_rows, query_stride, query_of, key_rows, key_stride, key_of, size, tile.products);
   for (int64_t p = 0; p < size; ++p)
     tile.weights[p] = tile.products[p] * queries.inverse[query_of[p]] * keys.inverse[key_of[p]];
-  weigh<backward>(tile, size, tau, scale, share);
+  weigh<V, backward>(tile, size, tau, scale, share);
   if constexpr (backward)
     multiply_pairs<V>(Dv, query_rows + D, query_stride, query_of, key_rows + D, key_stride, key_of, size,
                       tile.products);
