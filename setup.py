@@ -36,7 +36,7 @@ PREFIX_MAPS = [f"-ffile-prefix-map={path}/=" for path in (ROOT.resolve(), Path(t
 
 # vectors wider than the baseline's registers never cross a function's border, whatever -Wpsabi fears
 CXX_FLAGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
-# where in a line of code a short loop happens to begin is up to a seventh of some kernels' time
+# else where short loops happen to begin changes some kernels' time by up to a seventh
 CXX_FLAGS += ["-falign-loops=32"]
 # torch adds a standard where there is none, 2.11 that of 2017
 CXX_FLAGS += ["-std=c++20", TORCH_TARGET, *PREFIX_MAPS]
