@@ -34,7 +34,7 @@ for dtype in (torch.float32, torch.bfloat16):
     for data in ("random", "mixed"):
         inputs = Inputs(data, (1, 2, 301, 333, 64, 64, 4, 6), dtype)
         inputs.hashes(ops, dtype), inputs.sampled(ops, dtype), inputs.expectation(ops, dtype)
-        inputs.remainder(ops, dtype)
+        inputs.remainder(ops, dtype), inputs.first_order(ops, dtype)
 torch.cuda.synchronize()
 """
 

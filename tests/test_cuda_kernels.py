@@ -62,7 +62,7 @@ def test_emulated_kernels_pass_the_tests_of_the_kernels(emulated_kernels, select
     tests = [str(TESTS / name) for name in ("test_ops.py", "test_kernels.py", near)]
     leave_out = (
         # of PyTorch's operators, which need no emulator
-        *("opcheck", "without_the_extension", "gradcheck", "first_order"),
+        *("opcheck", "without_the_extension", "gradcheck"),
         # codes of 16 bits by 70 functions, half a minute each, which test_kernels.py has too
         "shape3",
         # draws hundreds of times
@@ -79,7 +79,7 @@ def test_emulated_kernels_pass_the_tests_of_the_kernels(emulated_kernels, select
 def test_kernels_of_smaller_gpus_pass_the_tests_of_the_kernels(tmp_path):
     """Less shared memory, no launch that starts early, and additions of one number at a time."""
     kernels = tmp_path / "kernels.so"
-    emulator.build(kernels, arch=86, kernels=("sampled_*",))
+    emulator.build(kernels, arch=86, kernels=("sampled_*", "first_order_attention"))
     # what hashes is the same for all
     run_emulated(kernels, PASS_TESTS, str(TESTS / "test_kernels.py"), "-k", "not hash")
 
@@ -114,8 +114,15 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         inputs.expectation(ops, dtype)
         if dtype != torch.float16:
             inputs.remainder(ops, dtype)
+        if dtype != torch.float16 and shape[3] > 0:
+            inputs.first_order(ops, dtype)
     *tensors, codes = make_near((1, 1, 130, 64, 40, 18, 6), dtype)
     outputs(ops, *tensors, codes, 6, 40)
+inputs = Inputs("random", (1, 1, 40, 40, 16, 16, 1, 1), torch.float32)
+rows, weight = (inputs.query, inputs.key, inputs.value), torch.ones(1, 1, 40)
+places = torch.tensor([[[-1, 40, 2**40, 3]]])
+out, total = ops.first_order_attention(*rows, weight, places, inputs.grad, weight, 0.5)
+ops.first_order_attention_backward(inputs.grad, out, total, *rows, weight, places, 0.5)
 """
     run_emulated(emulated_kernels, code, watch="races")
 

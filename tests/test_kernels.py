@@ -243,8 +243,9 @@ def test_softmax_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [*SPREAD, (1, 2, 2100, 2200, 64, 64, 1, 1)])
 @pytest.mark.parametrize("data", ["random", "clusters", "mixed"])
-@needs_softmax_kernel
 def test_first_order_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
+    if dtype == torch.float16 and not HAS_SOFTMAX_KERNEL:
+        pytest.skip("as the sampled remainder, which there is of no float16 on a GPU")
     inputs = Inputs(data, shape, dtype)
     assert_as_accurate_as_pytorch(inputs.first_order, dtype)
 

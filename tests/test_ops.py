@@ -11,7 +11,7 @@ from yoso_hf import HashFunctions, ops, reference
 # where the tests put their tensors, see conftest.py
 DEVICE = torch.get_default_device().type
 needs_kernels = pytest.mark.skipif(DEVICE not in ops.compiled_backends(), reason="no compiled extension")
-# which there is for CPUs only, as that of first_order_attention
+# which there is for CPUs only
 HAS_SOFTMAX_KERNEL = torch._C._dispatch_has_kernel_for_dispatch_key("yoso_hf::softmax_attention", DEVICE.upper())
 
 # B, H, N, M, D, Dv, num_hash, hash_code_len: odd sizes, single elements, a table larger than the rows, full buckets
@@ -476,17 +476,17 @@ def test_views_and_expanded_gradients_give_what_copies_give():
                 ops.softmax_attention_backward(grad, *got, x, key, value, None, 0.2) for x in (view, view.contiguous())
             )
             assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
-            key_weight = torch.linspace(0, 1, 50).expand(2, 2, 50).contiguous()
-            arguments = (key, value, key_weight, key_weight.topk(5).indices)
-            total = torch.ones(2, 2, 40)
-            got, expected = (
-                [
-                    *ops.first_order_attention(x, *arguments, rest, total, 0.2),
-                    *ops.first_order_attention_backward(rest, grad, total, x, *arguments, 0.2),
-                ]
-                for x, rest in ((view, grad.mT.contiguous().mT), (view.contiguous(), grad))
-            )
-            assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+        key_weight = torch.linspace(0, 1, 50).expand(2, 2, 50).contiguous()
+        arguments = (key, value, key_weight, key_weight.topk(5).indices)
+        total = torch.ones(2, 2, 40)
+        got, expected = (
+            [
+                *ops.first_order_attention(x, *arguments, rest, total, 0.2),
+                *ops.first_order_attention_backward(rest, grad, total, x, *arguments, 0.2),
+            ]
+            for x, rest in ((view, grad.mT.contiguous().mT), (view.contiguous(), grad))
+        )
+        assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
         one = torch.ones(2, 2, 50)
         got, expected = (
             [
@@ -596,6 +596,16 @@ def test_kernels_refuse_what_would_read_past_a_buffer():
         lambda: ops.sampled_remainder_backward(
             grad, grad.sum(-1)[:, :1], query, key, value, torch.ones(2, 2, 11), *codes, 5, 0.5
         ),
+        lambda: first_order(value=value[:, :, :-1]),
+        lambda: first_order(key_weight=torch.ones(2, 2, 12)),
+        lambda: first_order(heavy=torch.zeros(2, 2, 65).long()),
+        lambda: first_order(heavy=torch.zeros(2, 2, 1).int()),
+        lambda: first_order(remainder=grad[:, :, :-1]),
+        lambda: first_order(remainder=grad.double()),
+        lambda: first_order(total=torch.ones(2, 2, 8)),
+        lambda: first_order_backward(grad[:, :, :-1]),
+        lambda: first_order_backward(out=grad[..., :-1]),
+        lambda: first_order_backward(total=torch.ones(2, 2, 8)),
         lambda: ops.unit_rows_backward(grad[..., :-1], grad, torch.ones(2, 2, 9)),
         lambda: ops.unit_rows_backward(grad, grad, torch.ones(2, 2, 8)),
         lambda: ops.hash_hadamard(query, functions.parameters[:, :-1].contiguous(), None, 4, 5),
@@ -611,17 +621,8 @@ def test_kernels_refuse_what_would_read_past_a_buffer():
             lambda: softmax_backward(grad[:, :, :-1]),
             lambda: softmax_backward(out=grad[..., :-1]),
             lambda: softmax_backward(logarithm=torch.ones(2, 2, 8)),
-            lambda: first_order(value=value[:, :, :-1]),
-            lambda: first_order(key_weight=torch.ones(2, 2, 12)),
-            lambda: first_order(heavy=torch.zeros(2, 2, 65).long()),
-            lambda: first_order(heavy=torch.zeros(2, 2, 1).int()),
+            # on a GPU that would have to be waited for
             *(lambda i=i: first_order(heavy=torch.full((2, 2, 1), i)) for i in (-1, 11)),
-            lambda: first_order(remainder=grad[:, :, :-1]),
-            lambda: first_order(remainder=grad.double()),
-            lambda: first_order(total=torch.ones(2, 2, 8)),
-            lambda: first_order_backward(grad[:, :, :-1]),
-            lambda: first_order_backward(out=grad[..., :-1]),
-            lambda: first_order_backward(total=torch.ones(2, 2, 8)),
             lambda: first_order_backward(heavy=torch.full((2, 2, 1), 11)),
         ]
     for call in bad_calls:
