@@ -5,38 +5,20 @@
 // weight; what light keys meet of the queries is the sum of (query, 1)^T (gradient, gradient of the weights' sum). In
 // both, the rows but the last are multiplied by scale. All products are of tiles in shared memory, in float32 (float64
 // for float64) whatever the dtype: 16 bits would be too few for factors that are sums.
-#include "rows.h"
-#include "tiles.h"
+#include "tile_products.h"
 
 namespace yoso {
 namespace {
 
-constexpr int kThreads = 128;
-// a thread has so many rows and columns of a tile
-constexpr int kSide = 4, kMyRows = 8, kSpan = kTile / kSide;
+// of a tile that a thread has a part of
+constexpr int kMyRows = 8, kThreads = kThreadsFor<kMyRows>;
 // sums over rows are those of at most so many parts, of at least so many rows
 constexpr int64_t kMaxParts = 64, kMinPartRows = 512;
-
-template <class T>
-using Elements = T[kMyRows][kSide];
-
-// padded against bank conflicts, by what keeps rows aligned to 16 bytes
-template <class T>
-using Tile = T[kTile][kTile + 4];
 
 template <class T>
 struct Shared {
   Tile<T> left, right;
   T numbers[kTile];
-};
-
-// The rows of a [B, H, *, columns] tensor.
-template <class In>
-struct Matrix {
-  Rows<const In> rows;
-  int32_t columns;
-  // whether pieces of kLaneColumns can be read at once
-  bool aligned;
 };
 
 // A matrix for each of some places: (columns of one side + 1) x (columns of the other + 1).
@@ -78,78 +60,6 @@ struct Head {
 
 constexpr YOSO_HOST_DEVICE int32_t tiles_of(int32_t columns) { return (columns + kTile - 1) / kTile; }
 
-// Where the thread's elements are in a tile. Four rows are neighbours, and a warp's eight too, whose banks differ.
-__device__ __forceinline__ int my_row(int r) {
-  return threadIdx.x / kSpan * kSide + r % kSide + r / kSide * (kTile / kMyRows * kSide);
-}
-__device__ __forceinline__ int my_column(int c) { return threadIdx.x % kSpan * kSide + c; }
-
-template <class F>
-__device__ __forceinline__ void for_elements(const F& f) {
-#pragma unroll
-  for (int r = 0; r < kMyRows; ++r)
-#pragma unroll
-    for (int c = 0; c < kSide; ++c) f(r, c);
-}
-
-// elements += left right, or left^T right
-template <bool transposed, class T>
-__device__ __forceinline__ void multiply_add(const Tile<T>& left, const Tile<T>& right, Elements<T>& elements) {
-#pragma unroll 1
-  for (int inner = 0; inner < kTile; inner += kSide) {
-    // of the left rows, or transposed columns
-    T a[kMyRows][kSide];
-#pragma unroll
-    for (int r = 0; r < kMyRows; ++r)
-      load(transposed ? left[inner + r % kSide] + my_row(r / kSide * kSide) : left[my_row(r)] + inner, a[r]);
-#pragma unroll
-    for (int i = 0; i < kSide; ++i) {
-      T b[kSide];
-      load(right[inner + i] + my_column(0), b);
-      for_elements(
-          [&](int r, int c) { elements[r][c] += (transposed ? a[r / kSide * kSide + i][r % kSide] : a[r][i]) * b[c]; });
-    }
-  }
-}
-
-template <class T>
-__device__ __forceinline__ void store_elements(const Elements<T>& elements, Tile<T>& to) {
-#pragma unroll
-  for (int r = 0; r < kMyRows; ++r) store(elements[r], to[my_row(r)] + my_column(0));
-}
-
-// Loads columns first..first + kTile of kTile rows, times weight(r), or their transpose. row(r) points to one, or
-// nowhere; zeros where there is nothing.
-template <bool transposed, class In, class T, class Row, class Weight>
-__device__ __forceinline__ void load_tile(const Matrix<In>& matrix, const Row& row, int32_t first, const Weight& weight,
-                                          Tile<T>& to) {
-#pragma unroll 2
-  for (int i = 0; i < kTile * kTile / kLaneColumns / kThreads; ++i) {
-    const int piece = i * kThreads + threadIdx.x;
-    const int r = piece / (kTile / kLaneColumns), column = piece % (kTile / kLaneColumns) * kLaneColumns;
-    const In* from = row(r);
-    const int columns = from == nullptr ? 0 : columns_of_lane(matrix.columns, first + column);
-    In part[kLaneColumns];
-    if (matrix.aligned)
-      load_columns<true>(from + first + column, columns, part);
-    else
-      load_columns<false>(from + first + column, columns, part);
-    T wide[kLaneColumns];
-    widen(part, wide);
-    const T times = weight(r);
-#pragma unroll
-    for (int c = 0; c < kLaneColumns; ++c) {
-      wide[c] *= times;
-      if (transposed) to[column + c][r] = wide[c];
-    }
-    if (!transposed) store(wide, to[r] + column);
-  }
-}
-template <bool transposed, class In, class T, class Row>
-__device__ __forceinline__ void load_tile(const Matrix<In>& matrix, const Row& row, int32_t first, Tile<T>& to) {
-  load_tile<transposed>(matrix, row, first, [](int) { return 1; }, to);
-}
-
 // Where a tile's rows are: those of a head from `first` on, before `last`.
 template <class In>
 __device__ __forceinline__ auto rows_of_head(const Matrix<In>& matrix, const Head& head, int64_t first, int64_t last) {
@@ -179,14 +89,6 @@ __device__ __forceinline__ Matrix<T> matrix_of(const Sums<T>& sums) {
   return {{}, sums.columns, sums.columns % kLaneColumns == 0};
 }
 
-// The sum over the threads that have elements of the same rows.
-template <class T>
-__device__ __forceinline__ T span_sum(T x) {
-#pragma unroll
-  for (int other = kSpan / 2; other > 0; other /= 2) x += __shfl_xor_sync(kAllLanes, x, other);
-  return x;
-}
-
 // The weights of keys, 0 for the heavy ones.
 template <class T>
 __global__ void __launch_bounds__(kThreads) light_weights_kernel(Problem<T> p, int64_t all_keys, T* light) {
@@ -214,18 +116,18 @@ __global__ void __launch_bounds__(kThreads, 3)
   // of what the products of tiles leave out, half of the threads have the last column, the others the last row
   const bool has_column = threadIdx.x < kTile;
   const int32_t beside = threadIdx.x % kTile;
-  Elements<T> elements = {};
+  Elements<T, kMyRows> elements = {};
   T edge = 0, corner = 0;
   for (int64_t first = begin; first < end; first += kTile) {
     __syncthreads();
     const auto number = [=](int r) { return first + r < end ? numbers[head.both * count + first + r] : 0; };
     if (threadIdx.x < kTile) shared.numbers[threadIdx.x] = number(threadIdx.x);
-    load_tile<false>(rows, rows_of_head(rows, head, first, end), first_row_column, shared.left);
+    load_tile<false, kThreads>(rows, rows_of_head(rows, head, first, end), first_row_column, shared.left);
     const auto factor = rows_of_head(factors, head, first, end);
     if constexpr (weighted)
-      load_tile<false>(factors, factor, first_factor, number, shared.right);
+      load_tile<false, kThreads>(factors, factor, first_factor, number, shared.right);
     else
-      load_tile<false>(factors, factor, first_factor, shared.right);
+      load_tile<false, kThreads>(factors, factor, first_factor, shared.right);
     __syncthreads();
     if (has_column) {
       for (int r = 0; r < kTile; ++r) {
@@ -235,10 +137,10 @@ __global__ void __launch_bounds__(kThreads, 3)
     } else {
       for (int r = 0; r < kTile; ++r) edge += shared.right[r][beside];
     }
-    multiply_add<true>(shared.left, shared.right, elements);
+    multiply_tiles<true>(shared.left, shared.right, elements);
   }
-  for_elements([&](int r, int c) {
-    const int32_t row = first_row_column + my_row(r), to = first_factor + my_column(c);
+  for_elements<kMyRows>([&](int r, int c) {
+    const int32_t row = first_row_column + my_row<kMyRows>(r), to = first_factor + my_column(c);
     if (row < sums.rows && to < sums.columns) sums.at(place, row)[to] = elements[r][c];
   });
   if (has_column && first_factor == 0 && first_row_column + beside < sums.rows)
@@ -265,13 +167,13 @@ __global__ void __launch_bounds__(kThreads)
 template <class In, class Key, class T>
 __device__ __forceinline__ void multiply_heavy(Shared<T>& shared, const Matrix<In>& rows, int64_t first, int64_t count,
                                                const Matrix<Key>& keys, const Head& head, const Problem<T>& p,
-                                               Elements<T>& products) {
+                                               Elements<T, kMyRows>& products) {
   for (int32_t column = 0; column < rows.columns; column += kTile) {
     __syncthreads();
-    load_tile<false>(rows, rows_of_head(rows, head, first, count), column, shared.left);
-    load_tile<true>(keys, heavy_rows(keys, head, p), column, shared.right);
+    load_tile<false, kThreads>(rows, rows_of_head(rows, head, first, count), column, shared.left);
+    load_tile<true, kThreads>(keys, heavy_rows(keys, head, p), column, shared.right);
     __syncthreads();
-    multiply_add<false>(shared.left, shared.right, products);
+    multiply_tiles<false>(shared.left, shared.right, products);
   }
 }
 
@@ -294,39 +196,40 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int32_t across = max(tiles_of(value.columns), 1), first_value = blockIdx.x % across * kTile;
   const int64_t tiles = (p.queries + kTile - 1) / kTile, first = blockIdx.x / across % tiles * kTile;
   const Head head(blockIdx.x / across / tiles, p.heads);
-  Elements<T> elements = {}, weights = {};
+  Elements<T, kMyRows> elements = {}, weights = {};
   // the thread's part of the sums of weights
   T row_total[kMyRows] = {}, heavy_weights[kSide];
   for (int32_t column = 0; column < query.columns; column += kTile) {
     __syncthreads();
-    load_tile<false>(query, rows_of_head(query, head, first, p.queries), column, shared.left);
-    load_tile<false>(matrix_of(sums), rows_of_sums(sums, head, column), first_value, shared.right);
+    load_tile<false, kThreads>(query, rows_of_head(query, head, first, p.queries), column, shared.left);
+    load_tile<false, kThreads>(matrix_of(sums), rows_of_sums(sums, head, column), first_value, shared.right);
     if (threadIdx.x < kTile)
       shared.numbers[threadIdx.x] =
           column + threadIdx.x < sums.rows ? sums.at(head.both, column + threadIdx.x)[sums.columns] : 0;
     __syncthreads();
-    for_elements(
-        [&](int r, int c) { row_total[r] += shared.left[my_row(r)][my_column(c)] * shared.numbers[my_column(c)]; });
-    multiply_add<false>(shared.left, shared.right, elements);
+    for_elements<kMyRows>([&](int r, int c) {
+      row_total[r] += shared.left[my_row<kMyRows>(r)][my_column(c)] * shared.numbers[my_column(c)];
+    });
+    multiply_tiles<false>(shared.left, shared.right, elements);
   }
   if (p.num_heavy > 0) {
     multiply_heavy(shared, query, first, p.queries, key, head, p, weights);
     load_heavy_weights(head, p, heavy_weights);
-    for_elements([&](int r, int c) {
+    for_elements<kMyRows>([&](int r, int c) {
       weights[r][c] = heavy_weights[c] * exp(min(p.scale * weights[r][c], static_cast<T>(kMaxLogarithm)));
       row_total[r] += weights[r][c];
     });
     __syncthreads();
     store_elements(weights, shared.left);
-    load_tile<false>(value, heavy_rows(value, head, p), first_value, shared.right);
+    load_tile<false, kThreads>(value, heavy_rows(value, head, p), first_value, shared.right);
     __syncthreads();
-    multiply_add<false>(shared.left, shared.right, elements);
+    multiply_tiles<false>(shared.left, shared.right, elements);
   }
   const T* last = sums.at(head.both, sums.rows);
 #pragma unroll
   for (int r = 0; r < kMyRows; ++r) {
     row_total[r] = span_sum(row_total[r]);
-    const int64_t row = first + my_row(r);
+    const int64_t row = first + my_row<kMyRows>(r);
     if (row >= p.queries) continue;
     const int64_t number = head.both * p.queries + row;
     row_total[r] += last[sums.columns] + remainder_total[number];
@@ -383,23 +286,23 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t place = blockIdx.x / across, begin = place % parts.count * parts.rows;
   const int64_t end = min(begin + parts.rows, p.queries);
   const Head head(place / parts.count, p.heads);
-  Elements<T> key_sums = {}, value_sums = {};
+  Elements<T, kMyRows> key_sums = {}, value_sums = {};
   T weight_sums[kSide] = {}, heavy_weights[kSide];
   load_heavy_weights(head, p, heavy_weights);
   for (int64_t first = begin; first < end; first += kTile) {
     T grad_totals[kMyRows];
 #pragma unroll
     for (int r = 0; r < kMyRows; ++r) {
-      const int64_t row = first + my_row(r);
+      const int64_t row = first + my_row<kMyRows>(r);
       grad_totals[r] = row < end ? grad_total[head.both * p.queries + row] : 0;
     }
-    Elements<T> elements = {};
+    Elements<T, kMyRows> elements = {};
     if (p.num_heavy > 0) {
-      Elements<T> logarithms = {}, products = {};
+      Elements<T, kMyRows> logarithms = {}, products = {};
       multiply_heavy(shared, query, first, end, key, head, p, logarithms);
       multiply_heavy(shared, grad, first, end, value, head, p, products);
       const T most = kMaxLogarithm;
-      for_elements([&](int r, int c) {
+      for_elements<kMyRows>([&](int r, int c) {
         const T logarithm = p.scale * logarithms[r][c], exponential = exp(min(logarithm, most));
         const T product = exponential * (products[r][c] + grad_totals[r]);
         // of rows past the last, all factors are 0
@@ -410,37 +313,37 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (start < query.columns) {
         __syncthreads();
         store_elements(products, shared.left);
-        load_tile<false>(key, heavy_rows(key, head, p), start, shared.right);
+        load_tile<false, kThreads>(key, heavy_rows(key, head, p), start, shared.right);
         __syncthreads();
-        multiply_add<false>(shared.left, shared.right, elements);
+        multiply_tiles<false>(shared.left, shared.right, elements);
         __syncthreads();
-        load_tile<false>(query, rows_of_head(query, head, first, end), start, shared.right);
+        load_tile<false, kThreads>(query, rows_of_head(query, head, first, end), start, shared.right);
         __syncthreads();
-        multiply_add<true>(shared.left, shared.right, key_sums);
+        multiply_tiles<true>(shared.left, shared.right, key_sums);
       }
       if (start < value.columns) {
         __syncthreads();
         store_elements(logarithms, shared.left);
-        load_tile<false>(grad, rows_of_head(grad, head, first, end), start, shared.right);
+        load_tile<false, kThreads>(grad, rows_of_head(grad, head, first, end), start, shared.right);
         __syncthreads();
-        multiply_add<true>(shared.left, shared.right, value_sums);
+        multiply_tiles<true>(shared.left, shared.right, value_sums);
       }
     }
     if (start < query.columns) {
       for (int32_t column = 0; column < value.columns; column += kTile) {
         __syncthreads();
-        load_tile<false>(grad, rows_of_head(grad, head, first, end), column, shared.left);
-        load_tile<true>(matrix_of(sums), rows_of_sums(sums, head, start), column, shared.right);
+        load_tile<false, kThreads>(grad, rows_of_head(grad, head, first, end), column, shared.left);
+        load_tile<true, kThreads>(matrix_of(sums), rows_of_sums(sums, head, start), column, shared.right);
         __syncthreads();
-        multiply_add<false>(shared.left, shared.right, elements);
+        multiply_tiles<false>(shared.left, shared.right, elements);
       }
-      for_elements([&](int r, int c) {
+      for_elements<kMyRows>([&](int r, int c) {
         const int32_t column = start + my_column(c);
         if (column < query.columns) elements[r][c] += grad_totals[r] * sums.at(head.both, column)[sums.columns];
       });
     }
-    for_elements([&](int r, int c) {
-      const int64_t row = first + my_row(r);
+    for_elements<kMyRows>([&](int r, int c) {
+      const int64_t row = first + my_row<kMyRows>(r);
       const int32_t column = start + my_column(c);
       if (row < end && column < query.columns)
         grad_query.at(head.batch, head.head, row)[column] = static_cast<In>(elements[r][c]);
@@ -455,8 +358,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int i = 0; i < kThreads / kSpan; ++i) sum += shared.left[i][threadIdx.x];
     heavy_sums.at(place, threadIdx.x)[heavy_sums.columns] = sum;
   }
-  for_elements([&](int r, int c) {
-    const int32_t k = my_row(r), column = start + my_column(c);
+  for_elements<kMyRows>([&](int r, int c) {
+    const int32_t k = my_row<kMyRows>(r), column = start + my_column(c);
     if (k >= p.num_heavy) return;
     T* row = heavy_sums.at(place, k);
     if (column < query.columns) row[column] = key_sums[r][c];
@@ -477,44 +380,45 @@ __global__ void __launch_bounds__(kThreads, 3)
   // the thread's part of the gradients of weights
   T weights[kMyRows] = {};
   for (int32_t start = 0; start < key.columns; start += kTile) {
-    Elements<T> elements = {};
+    Elements<T, kMyRows> elements = {};
     for (int32_t column = 0; column < value.columns; column += kTile) {
       __syncthreads();
-      load_tile<false>(value, value_rows, column, shared.left);
-      load_tile<true>(matrix_of(sums), rows_of_sums(sums, head, start), column, shared.right);
+      load_tile<false, kThreads>(value, value_rows, column, shared.left);
+      load_tile<true, kThreads>(matrix_of(sums), rows_of_sums(sums, head, start), column, shared.right);
       __syncthreads();
-      multiply_add<false>(shared.left, shared.right, elements);
+      multiply_tiles<false>(shared.left, shared.right, elements);
     }
-    for_elements([&](int r, int c) {
-      const In* row = key_rows(my_row(r));
+    for_elements<kMyRows>([&](int r, int c) {
+      const In* row = key_rows(my_row<kMyRows>(r));
       const int32_t column = start + my_column(c);
       if (row == nullptr || column >= key.columns) return;
       const T product = elements[r][c] + sums.at(head.both, column)[sums.columns];
       weights[r] += product * static_cast<T>(row[column]);
-      grad_key.at(head.batch, head.head, first + my_row(r))[column] = static_cast<In>(product * factors[my_row(r)]);
+      grad_key.at(head.batch, head.head, first + my_row<kMyRows>(r))[column] =
+          static_cast<In>(product * factors[my_row<kMyRows>(r)]);
     });
   }
   for (int32_t start = 0; start < value.columns; start += kTile) {
-    Elements<T> elements = {};
+    Elements<T, kMyRows> elements = {};
     for (int32_t column = 0; column < key.columns; column += kTile) {
       __syncthreads();
-      load_tile<false>(key, key_rows, column, shared.left);
-      load_tile<false>(matrix_of(sums), rows_of_sums(sums, head, column), start, shared.right);
+      load_tile<false, kThreads>(key, key_rows, column, shared.left);
+      load_tile<false, kThreads>(matrix_of(sums), rows_of_sums(sums, head, column), start, shared.right);
       __syncthreads();
-      multiply_add<false>(shared.left, shared.right, elements);
+      multiply_tiles<false>(shared.left, shared.right, elements);
     }
-    for_elements([&](int r, int c) {
-      const In* row = value_rows(my_row(r));
+    for_elements<kMyRows>([&](int r, int c) {
+      const In* row = value_rows(my_row<kMyRows>(r));
       const int32_t column = start + my_column(c);
       if (row == nullptr || column >= value.columns) return;
       weights[r] += last[column] * static_cast<T>(row[column]);
-      grad_value.at(head.batch, head.head, first + my_row(r))[column] =
-          static_cast<In>((elements[r][c] + last[column]) * factors[my_row(r)]);
+      grad_value.at(head.batch, head.head, first + my_row<kMyRows>(r))[column] =
+          static_cast<In>((elements[r][c] + last[column]) * factors[my_row<kMyRows>(r)]);
     });
   }
 #pragma unroll
   for (int r = 0; r < kMyRows; ++r) {
-    const int64_t row = first + my_row(r);
+    const int64_t row = first + my_row<kMyRows>(r);
     weights[r] = span_sum(weights[r]);
     if (row < p.keys && my_column(0) == 0) grad_weight[head.both * p.keys + row] = weights[r] + last[sums.columns];
   }

@@ -71,8 +71,9 @@ Tensor inverse_lengths(const Device& device, const Tensor& rows, const Pairs& pa
 
 template <class In>
 Side<In> side_of(const Tensor& rows, const Tensor& values, const Tensor& factors) {
-  return {rows_of<In>(rows), rows_of<In>(values), static_cast<const Accumulator<In>*>(factors.const_data_ptr()),
-          rows.size(2)};
+  const Rows<const In> from = rows_of<In>(rows), other = rows_of<In>(values);
+  return {from, other, static_cast<const Accumulator<In>*>(factors.const_data_ptr()), rows.size(2),
+          aligned(from, rows.size(3)) && aligned(other, values.size(3))};
 }
 
 // The kernels that suit the sizes and the memory, and their launches.
@@ -128,22 +129,25 @@ class Launcher {
  private:
   void weighted_sum_any(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out,
                         Accumulator<In>* inverse_length) const {
-    launch_tiles<Place, Shared<Accumulator<In>>>(
-        columns_ <= kTile ? weighted_sum_kernel<In, 1, Pairs> : weighted_sum_kernel<In, kMaxColumns / kTile, Pairs>,
-        mine, others, pairs, mutable_rows_of<In>(out), inverse_length);
+    if (columns_ <= kTile)
+      launch_tiles<Place<8>, Shared<Accumulator<In>>>(weighted_sum_kernel<In, 8, 1, Pairs>, mine, others, pairs,
+                                                      mutable_rows_of<In>(out), inverse_length);
+    else
+      launch_tiles<Place<4>, Shared<Accumulator<In>>>(weighted_sum_kernel<In, 4, kMaxColumns / kTile, Pairs>, mine,
+                                                      others, pairs, mutable_rows_of<In>(out), inverse_length);
   }
 
   void gradient_any(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out) const {
-    launch_tiles<Place, Shared<Accumulator<In>>>(
-        columns_ <= kTile ? gradient_kernel<In, 1, Pairs> : gradient_kernel<In, kMaxColumns / kTile, Pairs>, mine,
-        others, pairs, mutable_rows_of<In>(out));
+    if (columns_ <= kTile)
+      launch_tiles<Place<8>, Shared<Accumulator<In>>>(gradient_kernel<In, 8, 1, Pairs>, mine, others, pairs,
+                                                      mutable_rows_of<In>(out));
+    else
+      launch_tiles<Place<4>, Shared<Accumulator<In>>>(gradient_kernel<In, 4, kMaxColumns / kTile, Pairs>, mine, others,
+                                                      pairs, mutable_rows_of<In>(out));
   }
 
   // Whether tensor cores take the sizes, and every piece of 16 bytes is aligned.
-  bool suits_mma(const Side<In>& side) const {
-    return sizeof(In) == 2 && columns_ <= kMaxMmaColumns && aligned(side.rows, sizes_.columns) &&
-           aligned(side.values, sizes_.value_columns);
-  }
+  bool suits_mma(const Side<In>& side) const { return sizeof(In) == 2 && columns_ <= kMaxMmaColumns && side.aligned; }
 
   // Calls f with the columns that the kernels on tensor cores are compiled for.
   template <class F>

@@ -23,6 +23,8 @@ struct Side {
   // [B, H, count]: the rows' inverse lengths
   const Accumulator<In>* factors;
   int64_t count;
+  // whether pieces of kLaneColumns of both can be read at once
+  bool aligned;
 };
 
 struct Sizes {

@@ -3,14 +3,15 @@
     python tests/cuda_emulator/count.py
     python tests/cuda_emulator/count.py --lengths 4096 65536 --num_hash 8
     python tests/cuda_emulator/count.py --lengths 512 1024 --expectation
+    python tests/cuda_emulator/count.py --lengths 512 1024 --expectation --dtype float32
     python tests/cuda_emulator/count.py --similarity softmax --hash_code_len 13
     python tests/cuda_emulator/count.py --local_window 128
 
-For yoso_attention with bfloat16, forward and backward, of one head; the numbers are those of all heads. Of what a
-block reads, every 32 bytes count once, as if the first-level cache kept them; instructions are those of PTX but for
-moves and what becomes part of an operand, of warps whose lanes stay together. Milliseconds are the bytes read, written
-and added over the speed of the second-level cache, and the instructions over what all multiprocessors start: what a
-kernel needs that nothing else holds up.
+For yoso_attention, forward and backward, of one head; the numbers are those of all heads. Of what a block reads, every
+32 bytes count once, as if the first-level cache kept them; instructions are those of PTX but for moves and what
+becomes part of an operand, of warps whose lanes stay together. Milliseconds are the bytes read, written and added over
+the speed of the second-level cache, and the instructions over what all multiprocessors start: what a kernel needs that
+nothing else holds up.
 """
 
 import argparse
@@ -66,6 +67,7 @@ def print_counts(title: str, counts: dict[str, Counter], bandwidth: float, issue
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096])
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--hash_code_len", type=int, default=9)
     parser.add_argument("--num_hash", type=int, default=32)
     kernels = parser.add_mutually_exclusive_group()
@@ -87,10 +89,10 @@ def main() -> None:
         torch.ops.load_library(str(library))
         from yoso_hf import yoso_attention
 
-        counts = Counts(library, Path(folder) / "counts.txt")
+        counts, dtype = Counts(library, Path(folder) / "counts.txt"), getattr(torch, args.dtype)
         for length in args.lengths:
             torch.manual_seed(0)
-            inputs = [torch.randn(1, 1, length, HEAD_DIM).bfloat16().requires_grad_() for _ in range(3)]
+            inputs = [torch.randn(1, 1, length, HEAD_DIM).to(dtype).requires_grad_() for _ in range(3)]
             options = {"num_hash": args.num_hash, "local_window": args.local_window}
             if args.expectation:
                 options = {"expectation": True}
