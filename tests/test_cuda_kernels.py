@@ -193,7 +193,7 @@ for dtype in (torch.float32, torch.bfloat16):
     for data, tau in (("random", 6), ("mixed", 6), ("random", 13)):
         inputs = Inputs(data, (1, 2, 333, 301, 64, 64, 4, tau), dtype)
         results += [*inputs.hashes(ops, dtype), *inputs.sampled(ops, dtype), *inputs.remainder(ops, dtype)]
-    results += inputs.expectation(ops, dtype)
+    results += [*inputs.first_order(ops, dtype), *inputs.expectation(ops, dtype)]
     *tensors, codes = make_near((1, 2, 130, 64, 40, 6, 6), dtype)
     results += outputs(ops, *tensors, codes, 6, 40)
 torch.save(results, sys.argv[1])

@@ -1,145 +1,307 @@
-// The kernel of sampled_attention_backward.cu that adds buckets, for any dtype and size.
+// The kernel of sampled_attention_backward.cu that adds buckets, for any dtype and size. A warp has a bucket of up to
+// 16 rows a side: a lane has some of the products of gradients and values, and then some columns of all sums.
 #pragma once
 
 #include "buckets.h"
+#include "tile_products.h"
 
 namespace yoso {
 namespace {
 
-// columns that are multiplied at a time
-constexpr int kSlice = 64;
-
-// A block's shared memory where it multiplies without tensor cores. A column more avoids bank conflicts.
+// columns that are multiplied at a time, by 32 lanes
 template <class T>
-struct Scratch {
-  using Slice = T[kTile][kSlice + 1];
-  Slice query_others, key_others, queries, keys;
-  T weights[kTile][kTile + 1], product[kSlice][kSlice + 1];
+constexpr int kSlice = sizeof(T) == 8 ? kWarp : 2 * kWarp;
+
+// A warp's shared memory: a slice of gradients or values of both sides, and their products as weights. What pads a row
+// keeps it aligned to 16 bytes, and eight rows in different banks.
+template <class T>
+union WarpMemory {
+  static constexpr int kPadding = 16 / sizeof(T);
+  using Others = T[kPicked][kSlice<T> + kPadding];
+  // of the sources by targets, times the inverse lengths of the sources
+  using Weights = T[kPicked][kPicked + kPadding];
+  Others others[2];
+  Weights weights[2];
 };
 
-// Copies columns first_column .. first_column + kSlice - 1 of up to kTile rows, zero past the last row and column:
-// the other rows, or the rows at length one.
-template <bool others, class In, class T = Accumulator<In>>
-__device__ void load_slice(T (&to)[kTile][kSlice + 1], const HeadSide<In>& side, const int32_t* order, int count,
-                           int first_column, int columns) {
-  for (int i = threadIdx.x; i < kTile * kSlice; i += kThreads) {
-    const int r = i / kSlice, c = i % kSlice;
-    T value = 0;
-    if (r < count && first_column + c < columns) {
-      const int32_t row = order[r];
-      if constexpr (others)
-        value = static_cast<T>(row_at(side.others, row, side.other_bytes)[first_column + c]);
-      else
-        value = static_cast<T>(row_at(side.rows, row, side.row_bytes)[first_column + c]) * side.inverse_length[row];
-    }
-    to[r][c] = value;
-  }
+// A block's shared memory where it multiplies through products.
+template <class T>
+struct BlockMemory {
+  Tile<T> left, right;
+};
+
+template <class T>
+__device__ __forceinline__ void add_to_memory(T* to, T x) {
+  // not by atomicAdd: see add_two in buckets_mma.h
+  if constexpr (sizeof(T) == 8)
+    asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;" : : "l"(__cvta_generic_to_global(to)), "d"(x));
+  else
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" : : "l"(__cvta_generic_to_global(to)), "f"(x));
 }
 
-// Adds f(r, c) to the sums of up to kTile rows.
-template <class In, class F, class T = Accumulator<In>>
-__device__ void add_slice(const HeadSide<In>& side, const int32_t* order, int count, int first_column, int columns,
-                          const F& f) {
-  for (int i = threadIdx.x; i < kTile * kSlice; i += kThreads) {
-    const int r = i / kSlice, c = i % kSlice;
-    if (r < count && first_column + c < columns) {
-      T* sum = row_at(side.sums, order[r], side.sum_bytes) + first_column + c;
-      // not from a first-level cache, which may hold it from before another launch, on another multiprocessor, added
-      *sum = __ldcg(sum) + f(r, c);
+// A lane's columns of those that rows have from `first` on.
+template <class T>
+struct LaneColumns {
+  static constexpr int kCount = kSlice<T> / kWarp;
+  int32_t first, end;
+  // whether no lane has a column past the last
+  bool whole;
+
+  __device__ __forceinline__ LaneColumns(uint32_t lane, int32_t first, int32_t end)
+      : first(first + lane), end(end), whole(first + kSlice<T> <= end) {}
+
+  __device__ __forceinline__ bool exists(int i) const { return first + i * kWarp < end; }
+  // a column that exists, if not the lane's
+  __device__ __forceinline__ int32_t readable(int i) const { return min(first + i * kWarp, end - 1); }
+};
+
+// The products of up to 16 gradients with as many values: pairs [i][j][e] of the left row 8 i + lane / 4 and the right
+// row 8 j + lane % 4 + 4 e.
+template <class T>
+struct Products {
+  T pairs[2][2][2] = {};
+
+  // Fills in the products of rows that lanes 0..15 and lanes 16..31 have picked.
+  template <class In>
+  __device__ __forceinline__ Products(uint32_t lane, const HeadSide<In>& left, int num_left, const HeadSide<In>& right,
+                                      int num_right, const PickedRows<T>& picked, int32_t columns,
+                                      WarpMemory<T>& memory) {
+    for (int32_t first = 0; first < columns; first += kSlice<T>) {
+      const LaneColumns<T> mine(lane, first, columns);
+      // all have read what was here before
+      __syncwarp();
+      load(lane, left, picked, 0, num_left, mine, memory.others[0]);
+      load(lane, right, picked, kPicked, num_right, mine, memory.others[1]);
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          if (8 * i < num_left && 8 * j < num_right)
+            multiply(memory.others[0][8 * i + lane / 4], memory.others[1] + 8 * j + lane % 4, pairs[i][j]);
+    }
+    __syncwarp();
+  }
+
+  // Writes the weights of right rows by left ones, or of left rows by right ones.
+  template <bool by_left>
+  __device__ __forceinline__ void store(uint32_t lane, int num_left, int num_right, const PickedRows<T>& picked,
+                                        typename WarpMemory<T>::Weights& weights) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int l = 8 * i + lane / 4, r = 8 * j + lane % 4 + 4 * e;
+          const T inverse = __shfl_sync(kAllLanes, picked.inverse_length, by_left ? kPicked + r : l);
+          // where there is no row, there may be anything
+          const T weight = l < num_left && r < num_right ? pairs[i][j][e] * inverse : 0;
+          (by_left ? weights[r][l] : weights[l][r]) = weight;
+        }
+  }
+
+ private:
+  template <class In>
+  __device__ __forceinline__ static void load(uint32_t lane, const HeadSide<In>& side, const PickedRows<T>& picked,
+                                              int first_lane, int count, const LaneColumns<T>& columns,
+                                              typename WarpMemory<T>::Others& to) {
+    const In* const rows = side.others;
+    const uint32_t row_bytes = side.other_bytes;
+#pragma unroll 4
+    for (int r = 0; r < count; ++r) {
+      const In* from = row_at(rows, picked.at(first_lane + r), row_bytes);
+#pragma unroll
+      for (int i = 0; i < LaneColumns<T>::kCount; ++i) {
+        const T x = static_cast<T>(from[columns.readable(i)]);
+        to[r][lane + i * kWarp] = columns.exists(i) ? x : 0;
+      }
     }
   }
-}
 
-// Adds a bucket's W K to the queries' sums and W^T Q to the keys', with W = G V^T. The block shares the work.
+  // sums += left . right[0] and left . right[4]
+  template <int stride>
+  __device__ __forceinline__ static void multiply(const T (&left)[stride], const T (*right)[stride], T (&sums)[2]) {
+    constexpr int kPiece = 16 / sizeof(T);
+#pragma unroll 2
+    for (int c = 0; c < kSlice<T>; c += kPiece) {
+      T a[kPiece], b[2][kPiece];
+      yoso::load(left + c, a);
+      yoso::load(right[0] + c, b[0]);
+      yoso::load(right[4] + c, b[1]);
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) sums[e] += a[i] * b[e][i];
+    }
+  }
+};
+
+// A lane's columns of the sums of up to 16 rows.
+template <class T>
+struct WarpSums {
+  T sums[kPicked][kSlice<T> / kWarp] = {};
+
+  // Adds `count` source rows, by their weights; of columns that do not exist, anything.
+  template <class In>
+  __device__ __forceinline__ void add(const HeadSide<In>& sources, const PickedRows<T>& picked, int first_lane,
+                                      int count, const typename WarpMemory<T>::Weights& weights, int num_targets,
+                                      const LaneColumns<T>& columns) {
+    const In* const rows = sources.rows;
+    const uint32_t row_bytes = sources.row_bytes;
+#pragma unroll 2
+    for (int s = 0; s < count; ++s) {
+      const In* from = row_at(rows, picked.at(first_lane + s), row_bytes);
+      T row[LaneColumns<T>::kCount];
+#pragma unroll
+      for (int i = 0; i < LaneColumns<T>::kCount; ++i) row[i] = static_cast<T>(from[columns.readable(i)]);
+#pragma unroll
+      for (int half = 0; half < kPicked; half += 8) {
+        if (half > 0 && half >= num_targets) break;
+        T w[8];
+        load(weights[s] + half, w);
+#pragma unroll
+        for (int t = 0; t < 8; ++t)
+#pragma unroll
+          for (int i = 0; i < LaneColumns<T>::kCount; ++i) sums[half + t][i] += w[t] * row[i];
+      }
+    }
+  }
+
+  // Adds the sums to those of `count` picked rows in memory.
+  template <class In>
+  __device__ __forceinline__ void store(const HeadSide<In>& targets, const PickedRows<T>& picked, int first_lane,
+                                        int count, const LaneColumns<T>& columns) const {
+    wait_for_launches_before();
+    T* const rows = targets.sums + columns.first;
+    const uint32_t row_bytes = targets.sum_bytes;
+    // without a branch for each addition
+    if (columns.whole)
+      store_each(rows, row_bytes, picked, first_lane, count, [](int) { return true; });
+    else
+      store_each(rows, row_bytes, picked, first_lane, count, [&](int i) { return columns.exists(i); });
+  }
+
+ private:
+  template <class Exists>
+  __device__ __forceinline__ void store_each(T* rows, uint32_t row_bytes, const PickedRows<T>& picked, int first_lane,
+                                             int count, const Exists& exists) const {
+#pragma unroll
+    for (int t = 0; t < kPicked; ++t) {
+      if (t >= count) break;
+      T* to = row_at(rows, picked.at(first_lane + t), row_bytes);
+#pragma unroll
+      for (int i = 0; i < LaneColumns<T>::kCount; ++i)
+        if (exists(i)) add_to_memory(to + i * kWarp, sums[t][i]);
+    }
+  }
+};
+
+// Adds a bucket of up to 16 rows a side. A warp has it.
 template <class In, class T = Accumulator<In>>
-__device__ void add_pairs(const HeadSide<In>& queries, Span query_span, const HeadSide<In>& keys, Span key_span,
-                          const Sizes& sizes, Scratch<T>& scratch) {
-  static_assert(kTile * kTile == kThreads);
-  const int i = threadIdx.x / kTile, j = threadIdx.x % kTile;
-  for (int k = 0; k < key_span.count; k += kTile)
-    for (int q = 0; q < query_span.count; q += kTile) {
-      const int32_t *query_order = queries.order + query_span.first + q, *key_order = keys.order + key_span.first + k;
-      const int num_queries = min(kTile, query_span.count - q), num_keys = min(kTile, key_span.count - k);
-      T weight = 0;
-      for (int first = 0; first < sizes.Dv; first += kSlice) {
-        __syncthreads();
-        load_slice<true>(scratch.query_others, queries, query_order, num_queries, first, sizes.Dv);
-        load_slice<true>(scratch.key_others, keys, key_order, num_keys, first, sizes.Dv);
-        __syncthreads();
-        const int columns = min(kSlice, sizes.Dv - first);
-        for (int c = 0; c < columns; ++c) weight += scratch.query_others[i][c] * scratch.key_others[j][c];
-      }
-      for (int first = 0; first < sizes.D; first += kSlice) {
-        __syncthreads();
-        if (first == 0) scratch.weights[i][j] = weight;
-        load_slice<false>(scratch.queries, queries, query_order, num_queries, first, sizes.D);
-        load_slice<false>(scratch.keys, keys, key_order, num_keys, first, sizes.D);
-        __syncthreads();
-        add_slice(queries, query_order, num_queries, first, sizes.D, [&](int r, int c) {
-          T sum = 0;
-          for (int key = 0; key < num_keys; ++key) sum += scratch.weights[r][key] * scratch.keys[key][c];
-          return sum;
-        });
-        add_slice(keys, key_order, num_keys, first, sizes.D, [&](int r, int c) {
-          T sum = 0;
-          for (int query = 0; query < num_queries; ++query)
-            sum += scratch.weights[query][r] * scratch.queries[query][c];
-          return sum;
-        });
-      }
+__device__ __forceinline__ void add_small_bucket(const HeadSide<In>& queries, const Span& q, const HeadSide<In>& keys,
+                                                 const Span& k, const Sizes& sizes, WarpMemory<T>& memory) {
+  const uint32_t lane = lane_in_bucket();
+  const PickedRows<T> picked(lane, queries, q, keys, k);
+  const Products<T> products(lane, queries, q.count, keys, k.count, picked, sizes.Dv, memory);
+  products.template store<true>(lane, q.count, k.count, picked, memory.weights[0]);
+  products.template store<false>(lane, q.count, k.count, picked, memory.weights[1]);
+  __syncwarp();
+  for (int32_t first = 0; first < sizes.D; first += kSlice<T>) {
+    const LaneColumns<T> mine(lane, first, sizes.D);
+    WarpSums<T> query_sums;
+    query_sums.add(keys, picked, kPicked, k.count, memory.weights[0], q.count, mine);
+    query_sums.store(queries, picked, 0, q.count, mine);
+    WarpSums<T> key_sums;
+    key_sums.add(queries, picked, 0, q.count, memory.weights[1], k.count, mine);
+    key_sums.store(keys, picked, kPicked, k.count, mine);
+  }
+}
+
+// Adds a bucket's part of the sums of up to 16 of one side's rows. A warp has them.
+template <class In, class T = Accumulator<In>>
+__device__ __forceinline__ void add_pairs_of_tile(const HeadSide<In>& targets, const Span& target_span,
+                                                  const HeadSide<In>& sources, const Span& source_span,
+                                                  const Sizes& sizes, WarpMemory<T>& memory) {
+  const int num_targets = min(target_span.count, kPicked);
+  for (int32_t first = 0; first < sizes.D; first += kSlice<T>) {
+    WarpSums<T> sums;
+    for (int s = 0; s < source_span.count; s += kPicked) {
+      const uint32_t lane = lane_in_bucket();
+      const LaneColumns<T> mine(lane, first, sizes.D);
+      const int count = min(source_span.count - s, kPicked);
+      const PickedRows<T> picked(lane, targets, target_span, sources, {source_span.first + s, count});
+      const Products<T> products(lane, targets, num_targets, sources, count, picked, sizes.Dv, memory);
+      products.template store<true>(lane, num_targets, count, picked, memory.weights[0]);
+      __syncwarp();
+      sums.add(sources, picked, kPicked, count, memory.weights[0], num_targets, mine);
+      if (s + kPicked >= source_span.count) sums.store(targets, picked, 0, num_targets, mine);
     }
+  }
 }
 
 // Adds a bucket's part of one side's sums through the product of the other side's rows, at a cost that is linear in
 // the bucket's size: G (V^T K) to the queries', V (G^T Q) to the keys'. The block shares the work.
 template <class In, class T = Accumulator<In>>
-__device__ void add_through_product(const HeadSide<In>& targets, Span target_span, const HeadSide<In>& sources,
-                                    Span source_span, const Sizes& sizes, Scratch<T>& scratch) {
-  constexpr int kSide = 4;
-  static_assert(kSlice * kSlice == kThreads * kSide * kSide);
-  const int i = threadIdx.x / (kSlice / kSide) * kSide, j = threadIdx.x % (kSlice / kSide) * kSide;
-  for (int other = 0; other < sizes.Dv; other += kSlice)
-    for (int first = 0; first < sizes.D; first += kSlice) {
-      const int columns = min(kSlice, sizes.Dv - other);
-      T product[kSide][kSide] = {};
+__device__ __forceinline__ void add_through_product(const HeadSide<In>& targets, const Span& target_span,
+                                                    const HeadSide<In>& sources, const Span& source_span,
+                                                    const Sizes& sizes, BlockMemory<T>& memory) {
+  constexpr int n = kTile * kTile / (kThreads * kSide);
+  // Loads kTile of the gradients or values, from `first` of the bucket's on, and returns how many there are.
+  const auto load_others = [&](const HeadSide<In>& side, const Span& span, int first, int32_t column, Tile<T>& to) {
+    const int32_t* order = side.order + span.first + first;
+    const int count = min(kTile, span.count - first);
+    const auto row = [&](int r) { return r < count ? row_at(side.others, order[r], side.other_bytes) : nullptr; };
+    load_tile<false, kThreads>(TileSource<In>{{}, sizes.Dv, side.aligned}, row, column, to);
+    return count;
+  };
+  wait_for_launches_before();
+  for (int32_t other = 0; other < sizes.Dv; other += kTile)
+    for (int32_t column = 0; column < sizes.D; column += kTile) {
+      T product[n][kSide] = {};
       for (int from = 0; from < source_span.count; from += kTile) {
-        const int32_t* order = sources.order + source_span.first + from;
-        const int count = min(kTile, source_span.count - from);
         __syncthreads();
-        load_slice<true>(scratch.key_others, sources, order, count, other, sizes.Dv);
-        load_slice<false>(scratch.keys, sources, order, count, first, sizes.D);
+        const int count = load_others(sources, source_span, from, other, memory.left);
+        const int32_t* order = sources.order + source_span.first + from;
+        const auto row = [&](int r) { return r < count ? row_at(sources.rows, order[r], sources.row_bytes) : nullptr; };
+        const auto inverse_length = [&](int r) { return r < count ? sources.inverse_length[order[r]] : 0; };
+        load_tile<false, kThreads>(TileSource<In>{{}, sizes.D, sources.aligned}, row, column, inverse_length,
+                                   memory.right);
         __syncthreads();
         // a tile's sums by themselves, for accuracy
-        T sums[kSide][kSide] = {};
-        for (int r = 0; r < count; ++r)
-#pragma unroll
-          for (int a = 0; a < kSide; ++a)
-#pragma unroll
-            for (int b = 0; b < kSide; ++b) sums[a][b] += scratch.key_others[r][i + a] * scratch.keys[r][j + b];
-#pragma unroll
-        for (int a = 0; a < kSide; ++a)
-#pragma unroll
-          for (int b = 0; b < kSide; ++b) product[a][b] += sums[a][b];
+        T sums[n][kSide] = {};
+        multiply_tiles<true>(memory.left, memory.right, sums);
+        for_elements<n>([&](int r, int c) { product[r][c] += sums[r][c]; });
       }
-      // all have read the product before, since they met while this one was computed
-#pragma unroll
-      for (int a = 0; a < kSide; ++a)
-#pragma unroll
-        for (int b = 0; b < kSide; ++b) scratch.product[i + a][j + b] = product[a][b];
+      __syncthreads();
+      store_elements(product, memory.right);
       for (int to = 0; to < target_span.count; to += kTile) {
+        __syncthreads();
+        const int count = load_others(targets, target_span, to, other, memory.left);
+        __syncthreads();
+        T sums[n][kSide] = {};
+        multiply_tiles<false>(memory.left, memory.right, sums);
         const int32_t* order = targets.order + target_span.first + to;
-        const int count = min(kTile, target_span.count - to);
-        __syncthreads();
-        load_slice<true>(scratch.query_others, targets, order, count, other, sizes.Dv);
-        __syncthreads();
-        add_slice(targets, order, count, first, sizes.D, [&](int r, int c) {
-          T sum = 0;
-          for (int l = 0; l < columns; ++l) sum += scratch.query_others[r][l] * scratch.product[l][c];
-          return sum;
+        for_elements<n>([&](int r, int c) {
+          if (my_row<n>(r) < count && column + my_column(c) < sizes.D)
+            add_to_memory(row_at(targets.sums, order[my_row<n>(r)], targets.sum_bytes) + column + my_column(c),
+                          sums[r][c]);
         });
       }
     }
 }
+
+// The shared memory of add_buckets_kernel.
+template <class In>
+struct AnyMemory {
+  using T = Accumulator<In>;
+  union {
+    WarpMemory<T> warps[kWarps];
+    BlockMemory<T> block;
+  };
+  // here they take no registers
+  HeadSide<In> sides[2];
+};
 
 // Adds the buckets of one hash function: any dtype and size. A block has block_codes codes of a head.
 template <class In>
@@ -147,23 +309,29 @@ __global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 1 : 2)
     add_buckets_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int32_t hash) {
   using T = Accumulator<In>;
   let_next_launch_start();
+  auto& memory = *shared_memory<AnyMemory<In>>();
+  if (threadIdx.x < 2)
+    memory.sides[threadIdx.x] =
+        HeadSide<In>(threadIdx.x == 0 ? query_side : key_side, sizes, blockIdx.x / sizes.head_blocks, hash);
+  __syncthreads();
+  const HeadSide<In>* sides = memory.sides;
+  WarpMemory<T>& warp_memory = memory.warps[threadIdx.x / kWarp];
+  for_buckets(
+      sides, sizes,
+      [&](const Span& q, const Span& k) {
+        // the products of all pairs, those of gradients and values for either side, or through products
+        const int64_t D = sizes.D, Dv = sizes.Dv;
+        return int64_t{q.count} * k.count * (D + Dv) > (int64_t{q.count} + k.count) * D * Dv;
+      },
+      [&](const Span& q, const Span& k) { add_small_bucket(sides[0], q, sides[1], k, sizes, warp_memory); },
+      [&](int side, const Span& targets, const Span& sources) {
+        add_pairs_of_tile(sides[side], targets, sides[1 - side], sources, sizes, warp_memory);
+      },
+      [&](int side, const Span& targets, const Span& sources) {
+        add_through_product(sides[side], targets, sides[1 - side], sources, sizes, memory.block);
+      });
+  // also where there was nothing to add: a launch ends after those before it
   wait_for_launches_before();
-  Scratch<T>& scratch = *shared_memory<Scratch<T>>();
-  const int32_t head = blockIdx.x / sizes.head_blocks;
-  const HeadSide<In> queries(query_side, sizes, head, hash), keys(key_side, sizes, head, hash);
-  const int32_t begin = static_cast<int32_t>(blockIdx.x % sizes.head_blocks) * sizes.block_codes;
-  const int32_t end = min(begin + sizes.block_codes, sizes.table_size);
-  for (int32_t code = begin; code < end; ++code) {
-    const Span q = span_of(queries, code), k = span_of(keys, code);
-    if (q.count == 0 || k.count == 0) continue;
-    const int64_t D = sizes.D, Dv = sizes.Dv;
-    if (int64_t{q.count} * k.count * (2 * D + Dv) <= 2 * (int64_t{q.count} + k.count) * D * Dv) {
-      add_pairs(queries, q, keys, k, sizes, scratch);
-    } else {
-      add_through_product(queries, q, keys, k, sizes, scratch);
-      add_through_product(keys, k, queries, q, sizes, scratch);
-    }
-  }
 }
 
 }  // namespace

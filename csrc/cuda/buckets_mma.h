@@ -57,14 +57,6 @@ __device__ __forceinline__ void for_numbers(const F& f) {
   }(std::make_integer_sequence<int, count>{});
 }
 
-// The thread's lane, as a number that the compiler knows nothing about: it would compute what depends on the lane for
-// all kinds of buckets before the loop over these, and run out of registers.
-__device__ __forceinline__ uint32_t lane_in_bucket() {
-  uint32_t lane = threadIdx.x % kWarp;
-  asm volatile("" : "+r"(lane));
-  return lane;
-}
-
 // 16-bit rows in shared memory. Pieces change places by row, so that those of eight rows fall into different banks.
 template <int kColumns>
 struct Matrix {
@@ -76,25 +68,6 @@ struct Matrix {
   }
 };
 
-// Up to 16 rows of a bucket's one side in lanes 0..15, and of the other in lanes 16..31. Past the last there is the
-// last again, at inverse length zero: it has an address, if nothing to add.
-struct PickedRows {
-  int32_t row;
-  float inverse_length;
-
-  template <class In>
-  __device__ __forceinline__ PickedRows(uint32_t lane, const HeadSide<In>& side, Span span,
-                                        const HeadSide<In>& other_side, Span other_span) {
-    const HeadSide<In>& mine = lane < kTile ? side : other_side;
-    const Span rows = lane < kTile ? span : other_span;
-    const int place = lane % kTile;
-    row = __ldg(mine.order + rows.first + min(place, rows.count - 1));
-    inverse_length = place < rows.count ? __ldg(mine.inverse_length + row) : 0;
-  }
-
-  __device__ __forceinline__ int32_t at(int lane) const { return __shfl_sync(kAllLanes, row, lane); }
-};
-
 // The gradients or values of `count` picked rows, a lane's being g and g + 8: pieces t, t + 4 and so on. Products of
 // rows may take columns in any order, if all rows do: two registers are a step of 16 columns of all four lanes.
 template <int kColumns>
@@ -102,7 +75,7 @@ struct Fragments {
   uint32_t rows[2][kColumns / 32][4];
 
   template <class In>
-  __device__ __forceinline__ Fragments(uint32_t lane, const HeadSide<In>& side, const PickedRows& picked,
+  __device__ __forceinline__ Fragments(uint32_t lane, const HeadSide<In>& side, const PickedRows<float>& picked,
                                        int first_lane, int count, int columns) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -138,7 +111,7 @@ struct Weights {
 
   template <int kColumns>
   __device__ __forceinline__ Weights(uint32_t lane, const Fragments<kColumns>& left, const Fragments<kColumns>& right,
-                                     const PickedRows& picked, int first_right_lane) {
+                                     const PickedRows<float>& picked, int first_right_lane) {
     float w[2][4] = {};
 #pragma unroll
     for (int i = 0; i < kColumns / 32; ++i)
@@ -173,14 +146,14 @@ struct Weights {
 // Copies `count` of the picked rows that 16 lanes have to a matrix, zero past the last row and column.
 template <int kColumns, class In>
 __device__ __forceinline__ void copy_rows(uint32_t lane, Matrix<kColumns> to, const HeadSide<In>& side,
-                                          const PickedRows& picked, int first_lane, int count, int columns) {
+                                          const PickedRows<float>& picked, int first_lane, int count, int columns) {
   constexpr int kPieces = kColumns / 8;
   const int piece = lane % kPieces;
   const In* rows = side.rows + (piece * 8 < columns ? piece * 8 : 0);
   const uint32_t row_bytes = side.row_bytes;
   if (piece * 8 >= columns) count = 0;
 #pragma unroll
-  for (int i = 0; i < kTile * kPieces / kWarp; ++i) {
+  for (int i = 0; i < kPicked * kPieces / kWarp; ++i) {
     const int r = (i * kWarp + lane) / kPieces;
     copy_ahead<16>(to.piece(r, piece), row_at(rows, picked.at(first_lane + r), row_bytes), r >= count);
   }
@@ -206,7 +179,7 @@ struct PickedSums {
   bool exists[2];
 
   template <class In>
-  __device__ __forceinline__ PickedSums(uint32_t lane, const HeadSide<In>& side, const PickedRows& picked,
+  __device__ __forceinline__ PickedSums(uint32_t lane, const HeadSide<In>& side, const PickedRows<float>& picked,
                                         int first_lane, int count) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -243,19 +216,19 @@ template <int kColumns, class In>
 __device__ __forceinline__ void add_small_bucket(const HeadSide<In>& queries, Span query_span,
                                                  const HeadSide<In>& keys, Span key_span, const Sizes& sizes,
                                                  unsigned char* memory) {
-  const Matrix<kColumns> query_rows{memory}, key_rows{memory + kTile * kColumns * sizeof(In)};
+  const Matrix<kColumns> query_rows{memory}, key_rows{memory + kPicked * kColumns * sizeof(In)};
   const uint32_t lane = lane_in_bucket();
-  const PickedRows picked(lane, queries, query_span, keys, key_span);
+  const PickedRows<float> picked(lane, queries, query_span, keys, key_span);
   // all have read what was here before
   __syncwarp();
   copy_rows(lane, query_rows, queries, picked, 0, query_span.count, sizes.D);
-  copy_rows(lane, key_rows, keys, picked, kTile, key_span.count, sizes.D);
+  copy_rows(lane, key_rows, keys, picked, kPicked, key_span.count, sizes.D);
   const Fragments<kColumns> grads(lane, queries, picked, 0, query_span.count, sizes.Dv);
-  const Fragments<kColumns> values(lane, keys, picked, kTile, key_span.count, sizes.Dv);
+  const Fragments<kColumns> values(lane, keys, picked, kPicked, key_span.count, sizes.Dv);
   // both ways rather than one and its transpose: the products cost less than moving it between lanes
-  const Weights<In> by_query(lane, grads, values, picked, kTile), by_key(lane, values, grads, picked, 0);
+  const Weights<In> by_query(lane, grads, values, picked, kPicked), by_key(lane, values, grads, picked, 0);
   const PickedSums query_sums(lane, queries, picked, 0, query_span.count);
-  const PickedSums key_sums(lane, keys, picked, kTile, key_span.count);
+  const PickedSums key_sums(lane, keys, picked, kPicked, key_span.count);
   wait_for_copies();
   __syncwarp();
   const auto add = [&](const Weights<In>& weights, const Matrix<kColumns>& rows, const PickedSums& to) {
@@ -276,14 +249,14 @@ __device__ __forceinline__ void add_pairs_of_tile(const HeadSide<In>& targets, S
                                                   unsigned char* memory) {
   const Matrix<kColumns> source_rows{memory};
   uint32_t lane = lane_in_bucket();
-  PickedRows picked(lane, targets, target_span, sources, source_span);
+  PickedRows<float> picked(lane, targets, target_span, sources, source_span);
   const Fragments<kColumns> target_others(lane, targets, picked, 0, target_span.count, sizes.Dv);
   float sums[kColumns / 16][2][4] = {};
   while (true) {
     __syncwarp();
-    copy_rows(lane, source_rows, sources, picked, kTile, source_span.count, sizes.D);
-    const Fragments<kColumns> source_others(lane, sources, picked, kTile, source_span.count, sizes.Dv);
-    const Weights<In> weights(lane, target_others, source_others, picked, kTile);
+    copy_rows(lane, source_rows, sources, picked, kPicked, source_span.count, sizes.D);
+    const Fragments<kColumns> source_others(lane, sources, picked, kPicked, source_span.count, sizes.Dv);
+    const Weights<In> weights(lane, target_others, source_others, picked, kPicked);
     wait_for_copies();
     __syncwarp();
 #pragma unroll
@@ -295,10 +268,10 @@ __device__ __forceinline__ void add_pairs_of_tile(const HeadSide<In>& targets, S
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[pair][n][i] += some[n][i] * weights.scale;
     }
-    source_span = {source_span.first + kTile, source_span.count - kTile};
+    source_span = {source_span.first + kPicked, source_span.count - kPicked};
     if (source_span.count <= 0) break;
     lane = lane_in_bucket();
-    picked = PickedRows(lane, targets, target_span, sources, source_span);
+    picked = PickedRows<float>(lane, targets, target_span, sources, source_span);
   }
   PickedSums(lane, targets, picked, 0, target_span.count).add(sums, 1, sizes.D);
 }
@@ -350,7 +323,7 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
       *static_cast<uint4*>(rows.piece(r, piece)) = row;
     }
     __syncthreads();
-    for (int r = 0; r < count; r += kTile) {
+    for (int r = 0; r < count; r += kPicked) {
       uint32_t a[kDown][4], b[4];
 #pragma unroll
       for (int down = 0; down < kDown; ++down)
@@ -405,9 +378,9 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
         }
   __syncthreads();
 
-  for (int tile = warp; tile * kTile < target_span.count; tile += kWarps) {
-    const Span span{target_span.first + tile * kTile, target_span.count - tile * kTile};
-    const PickedRows picked(lane, targets, span, targets, span);
+  for (int tile = warp; tile * kPicked < target_span.count; tile += kWarps) {
+    const Span span{target_span.first + tile * kPicked, target_span.count - tile * kPicked};
+    const PickedRows<float> picked(lane, targets, span, targets, span);
     const Fragments<kColumns> left(lane, targets, picked, 0, span.count, sizes.Dv);
     float sums[kColumns / 16][2][4] = {};
 #pragma unroll
@@ -440,65 +413,24 @@ __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
     add_buckets_mma_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int32_t hash) {
   let_next_launch_start();
   unsigned char* memory = shared_memory<unsigned char>();
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  unsigned char* warp_memory = memory + warp * (2 * kTile * kColumns * sizeof(In));
+  unsigned char* warp_memory = memory + threadIdx.x / kWarp * (2 * kPicked * kColumns * sizeof(In));
   // in shared memory they take no registers
-  HeadSide<In>* sides = reinterpret_cast<HeadSide<In>*>(memory + kWarps * 2 * kTile * kColumns * sizeof(In));
+  HeadSide<In>* sides = reinterpret_cast<HeadSide<In>*>(memory + kWarps * 2 * kPicked * kColumns * sizeof(In));
   if (threadIdx.x < 2)
     sides[threadIdx.x] =
         HeadSide<In>(threadIdx.x == 0 ? query_side : key_side, sizes, blockIdx.x / sizes.head_blocks, hash);
   __syncthreads();
-  const int32_t begin = static_cast<int32_t>(blockIdx.x % sizes.head_blocks) * sizes.block_codes;
-  const int32_t end = min(begin + sizes.block_codes, sizes.table_size);
-  // the warp whose turn it is
-  int turn = 0;
-  for (int32_t first = begin; first < end; first += kWarp) {
-    Span query_span = {0, 0}, key_span = {0, 0};
-    if (first + lane < end) {
-      query_span = span_of(sides[0], first + lane);
-      key_span = span_of(sides[1], first + lane);
-    }
-    const int largest = query_span.count == 0 || key_span.count == 0 ? 0 : max(query_span.count, key_span.count);
-    const auto from_lane = [](const Span& span, int source) {
-      return Span{__shfl_sync(kAllLanes, span.first, source), __shfl_sync(kAllLanes, span.count, source)};
-    };
-    const auto from_either = [](bool first, const Span& a, const Span& b) {
-      return Span{first ? a.first : b.first, first ? a.count : b.count};
-    };
-    const uint32_t small = __ballot_sync(kAllLanes, largest > 0 && largest <= kTile);
-    const int before = __popc(small & ~(kAllLanes << lane));
-    const bool is_mine = (small >> lane & 1) != 0 && (turn + before) % kWarps == warp;
-    for (uint32_t left = __ballot_sync(kAllLanes, is_mine); left != 0; left &= left - 1) {
-      const int source = __ffs(left) - 1;
-      add_small_bucket<kColumns>(sides[0], from_lane(query_span, source), sides[1], from_lane(key_span, source), sizes,
-                                 warp_memory);
-    }
-    turn = (turn + __popc(small)) % kWarps;
-    for (uint32_t left = __ballot_sync(kAllLanes, largest > kTile && largest <= kColumns); left != 0;
-         left &= left - 1) {
-      const int source = __ffs(left) - 1;
-      const Span q = from_lane(query_span, source), k = from_lane(key_span, source);
-      const int query_tiles = (q.count + kTile - 1) / kTile, tiles = query_tiles + (k.count + kTile - 1) / kTile;
-      for (int tile = (warp - turn + kWarps) % kWarps; tile < tiles; tile += kWarps) {
-        const bool is_query = tile < query_tiles;
-        const int skipped = (is_query ? tile : tile - query_tiles) * kTile;
-        const Span target_span = from_either(is_query, q, k), source_span = from_either(is_query, k, q);
-        add_pairs_of_tile<kColumns>(sides[!is_query], {target_span.first + skipped, target_span.count - skipped},
-                                    sides[is_query], source_span, sizes, warp_memory);
-      }
-      turn = (turn + tiles) % kWarps;
-    }
-    // with so many rows, the products of all pairs would cost more
-    for (uint32_t left = __ballot_sync(kAllLanes, largest > kColumns); left != 0; left &= left - 1) {
-      const int source = __ffs(left) - 1;
-      const Span q = from_lane(query_span, source), k = from_lane(key_span, source);
-#pragma unroll 1
-      for (int side = 0; side < 2; ++side)
-        add_through_product<kColumns>(sides[side], from_either(side == 0, q, k), sides[1 - side],
-                                      from_either(side == 0, k, q), sizes, memory);
-      __syncthreads();
-    }
-  }
+  for_buckets(
+      sides, sizes,
+      // with so many rows, the products of all pairs would cost more
+      [](const Span& q, const Span& k) { return max(q.count, k.count) > kColumns; },
+      [&](const Span& q, const Span& k) { add_small_bucket<kColumns>(sides[0], q, sides[1], k, sizes, warp_memory); },
+      [&](int side, const Span& targets, const Span& sources) {
+        add_pairs_of_tile<kColumns>(sides[side], targets, sides[1 - side], sources, sizes, warp_memory);
+      },
+      [&](int side, const Span& targets, const Span& sources) {
+        add_through_product<kColumns>(sides[side], targets, sides[1 - side], sources, sizes, memory);
+      });
   // also where there was nothing to add: a launch ends after those before it
   wait_for_launches_before();
 }

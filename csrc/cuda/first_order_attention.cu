@@ -62,8 +62,9 @@ constexpr YOSO_HOST_DEVICE int32_t tiles_of(int32_t columns) { return (columns +
 
 // Where a tile's rows are: those of a head from `first` on, before `last`.
 template <class In>
-__device__ __forceinline__ auto rows_of_head(const Matrix<In>& matrix, const Head& head, int64_t first, int64_t last) {
-  return [=](int r) { return first + r < last ? matrix.rows.at(head.batch, head.head, first + r) : nullptr; };
+__device__ __forceinline__ auto rows_of_head(const TileSource<In>& source, const Head& head, int64_t first,
+                                             int64_t last) {
+  return [=](int r) { return first + r < last ? source.rows.at(head.batch, head.head, first + r) : nullptr; };
 }
 // Where a heavy key is, below 0 where there is none, or its place is outside the keys.
 template <class T>
@@ -73,10 +74,10 @@ __device__ __forceinline__ int64_t heavy_place(const Problem<T>& p, int64_t batc
 }
 // The heavy keys or their values.
 template <class In, class T>
-__device__ __forceinline__ auto heavy_rows(const Matrix<In>& matrix, const Head& head, const Problem<T>& p) {
+__device__ __forceinline__ auto heavy_rows(const TileSource<In>& source, const Head& head, const Problem<T>& p) {
   return [&](int k) -> const In* {
     const int64_t place = heavy_place(p, head.both, k);
-    return place >= 0 ? matrix.rows.at(head.batch, head.head, place) : nullptr;
+    return place >= 0 ? source.rows.at(head.batch, head.head, place) : nullptr;
   };
 }
 // The rows of sums from `first` on, but the last.
@@ -85,7 +86,7 @@ __device__ __forceinline__ auto rows_of_sums(const Sums<T>& sums, const Head& he
   return [=](int r) { return first + r < sums.rows ? sums.at(head.both, first + r) : nullptr; };
 }
 template <class T>
-__device__ __forceinline__ Matrix<T> matrix_of(const Sums<T>& sums) {
+__device__ __forceinline__ TileSource<T> source_of(const Sums<T>& sums) {
   return {{}, sums.columns, sums.columns % kLaneColumns == 0};
 }
 
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) light_weights_kernel(Problem<T> p, i
 // A tile of the sums over a part's rows: of (row, 1)^T (factor, number), or of (row, 1)^T number (factor, 1).
 template <class In, class Factor, bool weighted, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 3)
-    sum_rows_kernel(Matrix<In> rows, Matrix<Factor> factors, const T* numbers, int64_t heads, int64_t count,
+    sum_rows_kernel(TileSource<In> rows, TileSource<Factor> factors, const T* numbers, int64_t heads, int64_t count,
                     Parts parts, Sums<T> sums) {
   auto& shared = *shared_memory<Shared<T>>();
   const int32_t across = max(tiles_of(sums.columns), 1), tiles = max(tiles_of(sums.rows), 1) * across;
@@ -165,9 +166,9 @@ __global__ void __launch_bounds__(kThreads)
 
 // The products of a tile's rows, count from `first` on, with the heavy keys or their values.
 template <class In, class Key, class T>
-__device__ __forceinline__ void multiply_heavy(Shared<T>& shared, const Matrix<In>& rows, int64_t first, int64_t count,
-                                               const Matrix<Key>& keys, const Head& head, const Problem<T>& p,
-                                               Elements<T, kMyRows>& products) {
+__device__ __forceinline__ void multiply_heavy(Shared<T>& shared, const TileSource<In>& rows, int64_t first,
+                                               int64_t count, const TileSource<Key>& keys, const Head& head,
+                                               const Problem<T>& p, Elements<T, kMyRows>& products) {
   for (int32_t column = 0; column < rows.columns; column += kTile) {
     __syncthreads();
     load_tile<false, kThreads>(rows, rows_of_head(rows, head, first, count), column, shared.left);
@@ -190,7 +191,7 @@ __device__ __forceinline__ void load_heavy_weights(const Head& head, const Probl
 // A tile of the output. sums are those of the light keys.
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 3)
-    attend_kernel(Problem<T> p, Matrix<In> query, Matrix<In> key, Matrix<In> value, Sums<T> sums,
+    attend_kernel(Problem<T> p, TileSource<In> query, TileSource<In> key, TileSource<In> value, Sums<T> sums,
                   Rows<const T> remainder, const T* remainder_total, Rows<In> out, T* total) {
   auto& shared = *shared_memory<Shared<T>>();
   const int32_t across = max(tiles_of(value.columns), 1), first_value = blockIdx.x % across * kTile;
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   for (int32_t column = 0; column < query.columns; column += kTile) {
     __syncthreads();
     load_tile<false, kThreads>(query, rows_of_head(query, head, first, p.queries), column, shared.left);
-    load_tile<false, kThreads>(matrix_of(sums), rows_of_sums(sums, head, column), first_value, shared.right);
+    load_tile<false, kThreads>(source_of(sums), rows_of_sums(sums, head, column), first_value, shared.right);
     if (threadIdx.x < kTile)
       shared.numbers[threadIdx.x] =
           column + threadIdx.x < sums.rows ? sums.at(head.both, column + threadIdx.x)[sums.columns] : 0;
@@ -248,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 // The gradients of the sums before they were divided, which are the remainder's too.
 template <class In, bool aligned, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kRowThreads)
-    divide_kernel(Matrix<In> grad, Matrix<In> out, const T* total, int64_t heads, int32_t count, int lane_bits,
+    divide_kernel(TileSource<In> grad, TileSource<In> out, const T* total, int64_t heads, int32_t count, int lane_bits,
                   Rows<T> grad_sum, T* grad_total) {
   const RowPlace place(count, lane_bits, 1);
   // lanes past the last row stay: the product is the warp's
@@ -279,8 +280,9 @@ __global__ void __launch_bounds__(kRowThreads)
 // queries, with those of the heavy weights in the last row. grad is that of the sums before they were divided.
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 2)
-    query_gradients_kernel(Problem<T> p, Matrix<In> query, Matrix<In> key, Matrix<In> value, Matrix<T> grad,
-                           const T* grad_total, Sums<T> sums, Parts parts, Rows<In> grad_query, Sums<T> heavy_sums) {
+    query_gradients_kernel(Problem<T> p, TileSource<In> query, TileSource<In> key, TileSource<In> value,
+                           TileSource<T> grad, const T* grad_total, Sums<T> sums, Parts parts, Rows<In> grad_query,
+                           Sums<T> heavy_sums) {
   auto& shared = *shared_memory<Shared<T>>();
   const int32_t across = max(tiles_of(max(query.columns, value.columns)), 1), start = blockIdx.x % across * kTile;
   const int64_t place = blockIdx.x / across, begin = place % parts.count * parts.rows;
@@ -333,7 +335,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int32_t column = 0; column < value.columns; column += kTile) {
         __syncthreads();
         load_tile<false, kThreads>(grad, rows_of_head(grad, head, first, end), column, shared.left);
-        load_tile<true, kThreads>(matrix_of(sums), rows_of_sums(sums, head, start), column, shared.right);
+        load_tile<true, kThreads>(source_of(sums), rows_of_sums(sums, head, start), column, shared.right);
         __syncthreads();
         multiply_tiles<false>(shared.left, shared.right, elements);
       }
@@ -370,7 +372,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 // The gradients of a tile of keys as if all were light. sums are those over the queries.
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 3)
-    key_gradients_kernel(Problem<T> p, Matrix<In> key, Matrix<In> value, const T* light, Sums<T> sums,
+    key_gradients_kernel(Problem<T> p, TileSource<In> key, TileSource<In> value, const T* light, Sums<T> sums,
                          Rows<In> grad_key, Rows<In> grad_value, T* grad_weight) {
   auto& shared = *shared_memory<Shared<T>>();
   const int64_t tiles = (p.keys + kTile - 1) / kTile, first = blockIdx.x % tiles * kTile;
@@ -384,7 +386,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     for (int32_t column = 0; column < value.columns; column += kTile) {
       __syncthreads();
       load_tile<false, kThreads>(value, value_rows, column, shared.left);
-      load_tile<true, kThreads>(matrix_of(sums), rows_of_sums(sums, head, start), column, shared.right);
+      load_tile<true, kThreads>(source_of(sums), rows_of_sums(sums, head, start), column, shared.right);
       __syncthreads();
       multiply_tiles<false>(shared.left, shared.right, elements);
     }
@@ -403,7 +405,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     for (int32_t column = 0; column < key.columns; column += kTile) {
       __syncthreads();
       load_tile<false, kThreads>(key, key_rows, column, shared.left);
-      load_tile<false, kThreads>(matrix_of(sums), rows_of_sums(sums, head, column), start, shared.right);
+      load_tile<false, kThreads>(source_of(sums), rows_of_sums(sums, head, column), start, shared.right);
       __syncthreads();
       multiply_tiles<false>(shared.left, shared.right, elements);
     }
@@ -445,7 +447,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class In>
-Matrix<In> matrix_of(const Tensor& x) {
+TileSource<In> source_of(const Tensor& x) {
   const Rows<const In> rows = rows_of<In>(x);
   return {rows, count_of(x.size(3), "columns"), aligned(rows, x.size(3))};
 }
@@ -460,9 +462,9 @@ class FirstOrder {
              const Tensor& key_weight, const Tensor& heavy, double scale)
       : device_(device),
         key_weight_(key_weight),
-        query_(matrix_of<In>(query)),
-        key_(matrix_of<In>(key)),
-        value_(matrix_of<In>(value)),
+        query_(source_of<In>(query)),
+        key_(source_of<In>(key)),
+        value_(source_of<In>(value)),
         all_heads_(query.size(0) * query.size(1)),
         p_{query.size(1),
            query.size(2),
@@ -487,7 +489,7 @@ class FirstOrder {
   void backward(const Tensor& grad, const Tensor& out, const Tensor& total, const Tensor& grad_query,
                 const Tensor& grad_key, const Tensor& grad_value, const Tensor& grad_weight, const Tensor& grad_sum,
                 const Tensor& grad_total) const {
-    const Matrix<In> grads = matrix_of<In>(grad), outs = matrix_of<In>(out);
+    const TileSource<In> grads = source_of<In>(grad), outs = source_of<In>(out);
     const Rows<T> to = mutable_rows_of<T>(grad_sum);
     const int lane_bits = lane_bits_for(grads.columns);
     const bool whole = grads.aligned && outs.aligned && aligned(to, grads.columns);
@@ -495,7 +497,7 @@ class FirstOrder {
            all_heads_ * blocks_of_head(count_of(p_.queries, "rows"), lane_bits), kRowThreads, 0, grads, outs,
            numbers(total), p_.heads, static_cast<int32_t>(p_.queries), lane_bits, to, data(grad_total));
 
-    const Matrix<T> sum_grads = matrix_of<T>(grad_sum);
+    const TileSource<T> sum_grads = source_of<T>(grad_sum);
     const Memory key_sums = sum_rows<In, true>(key_, value_, light_, p_.keys);
     const Parts parts(p_.queries);
     const auto heavy_sums = [&](int64_t places) {
@@ -537,7 +539,7 @@ class FirstOrder {
   static const T* numbers(const Tensor& x) { return static_cast<const T*>(x.const_data_ptr()); }
 
   template <class Factor, bool weighted>
-  Memory sum_rows(const Matrix<In>& rows, const Matrix<Factor>& factors, const Tensor& row_numbers,
+  Memory sum_rows(const TileSource<In>& rows, const TileSource<Factor>& factors, const Tensor& row_numbers,
                   int64_t count) const {
     const Parts parts(count);
     const Memory each(key_weight_, all_heads_ * parts.count, rows.columns, factors.columns);
@@ -557,7 +559,7 @@ class FirstOrder {
 
   const Device& device_;
   const Tensor& key_weight_;
-  const Matrix<In> query_, key_, value_;
+  const TileSource<In> query_, key_, value_;
   const int64_t all_heads_;
   const Problem<T> p_;
   // the weights of keys, 0 for the heavy ones

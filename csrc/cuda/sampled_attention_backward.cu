@@ -94,12 +94,12 @@ void add_buckets(const Device& device, const Side<In>& queries, const Side<In>& 
   };
   if constexpr (sizeof(In) == 2) {
     const auto mma_bytes = [](int columns) {
-      return kWarps * 2 * kTile * columns * sizeof(In) + 2 * sizeof(HeadSide<In>);
+      return kWarps * 2 * kPicked * columns * sizeof(In) + 2 * sizeof(HeadSide<In>);
     };
     if (tensor_cores && std::max(sizes.D, sizes.Dv) <= 64) return add(add_buckets_mma_kernel<In, 64>, mma_bytes(64));
     if (tensor_cores) return add(add_buckets_mma_kernel<In, 128>, mma_bytes(128));
   }
-  add(add_buckets_kernel<In>, sizeof(Scratch<Accumulator<In>>));
+  add(add_buckets_kernel<In>, sizeof(AnyMemory<In>));
 }
 
 template <class In>
@@ -137,15 +137,17 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
                         narrow(table_size), narrow(head_blocks), narrow(block_codes)};
       const auto side = [&](const Tensor& rows, const Tensor& others, const SortedCodes& order, T* lengths, T* sums) {
         const int64_t list = (first - sorted) * m, count = rows.size(2);
-        return Side<In>{rows_of<In>(rows),
-                        rows_of<In>(others),
+        const Rows<const In> from = rows_of<In>(rows), other = rows_of<In>(others);
+        return Side<In>{from,
+                        other,
                         row_bytes_of<In>(rows),
                         row_bytes_of<In>(others),
                         lengths,
                         sums,
                         static_cast<const int32_t*>(order.order.const_data_ptr()) + list * count,
                         static_cast<const int32_t*>(order.starts.const_data_ptr()) + list * (table_size + 1),
-                        narrow(count)};
+                        narrow(count),
+                        aligned(from, D) && aligned(other, Dv)};
       };
       const Side<In> queries = side(query, grad, query_order, inverse_length, sum);
       const Side<In> keys = side(key, value, key_order, inverse_length + heads * N, sum + heads * N * D);

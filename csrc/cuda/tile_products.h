@@ -4,11 +4,12 @@
 #pragma once
 
 #include "rows.h"
-#include "tiles.h"
 
 namespace yoso {
 namespace {
 
+// rows and columns of a tile
+constexpr int kTile = 64;
 constexpr int kSide = 4, kSpan = kTile / kSide;
 
 // padded against bank conflicts, by what keeps rows aligned to 16 bytes
@@ -63,9 +64,9 @@ __device__ __forceinline__ void store_elements(const T (&elements)[n][kSide], Ti
   for (int r = 0; r < n; ++r) store(elements[r], to[my_row<n>(r)] + my_column(0));
 }
 
-// The rows of a [B, H, *, columns] tensor.
+// The rows of a [B, H, *, columns] tensor, or rows that another says the places of.
 template <class In>
-struct Matrix {
+struct TileSource {
   Rows<const In> rows;
   int32_t columns;
   // whether pieces of kLaneColumns can be read at once
@@ -75,8 +76,8 @@ struct Matrix {
 // Loads columns first..first + kTile of kTile rows, times weight(r), or their transpose. row(r) points to one, or
 // nowhere; zeros where there is nothing.
 template <bool transposed, int threads, class In, class T, class Row, class Weight>
-__device__ __forceinline__ void load_tile(const Matrix<In>& matrix, const Row& row, int32_t first, const Weight& weight,
-                                          Tile<T>& to) {
+__device__ __forceinline__ void load_tile(const TileSource<In>& source, const Row& row, int32_t first,
+                                          const Weight& weight, Tile<T>& to) {
   constexpr int pieces = kTile / kLaneColumns;
   // all at once would take more registers than there are
 #pragma unroll 2
@@ -85,9 +86,9 @@ __device__ __forceinline__ void load_tile(const Matrix<In>& matrix, const Row& r
     const int r = transposed ? i % kTile : i / pieces;
     const int column = (transposed ? i / kTile : i % pieces) * kLaneColumns;
     const In* from = row(r);
-    const int columns = from == nullptr ? 0 : columns_of_lane(matrix.columns, first + column);
+    const int columns = from == nullptr ? 0 : columns_of_lane(source.columns, first + column);
     In part[kLaneColumns];
-    if (matrix.aligned)
+    if (source.aligned)
       load_columns<true>(from + first + column, columns, part);
     else
       load_columns<false>(from + first + column, columns, part);
@@ -103,8 +104,8 @@ __device__ __forceinline__ void load_tile(const Matrix<In>& matrix, const Row& r
   }
 }
 template <bool transposed, int threads, class In, class T, class Row>
-__device__ __forceinline__ void load_tile(const Matrix<In>& matrix, const Row& row, int32_t first, Tile<T>& to) {
-  load_tile<transposed, threads>(matrix, row, first, [](int) { return 1; }, to);
+__device__ __forceinline__ void load_tile(const TileSource<In>& source, const Row& row, int32_t first, Tile<T>& to) {
+  load_tile<transposed, threads>(source, row, first, [](int) { return 1; }, to);
 }
 
 // The sum over the threads that have elements of the same rows.

@@ -2,13 +2,11 @@
 #pragma once
 
 #include "angles.h"
-#include "device.h"
+#include "tile_products.h"
 
 namespace yoso {
 namespace {
 
-// rows of a block, where nothing else is said
-constexpr int kTile = 64;
 // a row's factor where it has no weight, whatever stands in it
 constexpr int kMasked = -1;
 

@@ -2,7 +2,7 @@
 // of every kTile columns of the sums.
 #pragma once
 
-#include "tile_products.h"
+#include "tiles.h"
 
 namespace yoso {
 namespace {
@@ -37,24 +37,25 @@ __device__ __forceinline__ void load_factors(T* to, const T* factors, int64_t ba
 
 // A side's rows, or values.
 template <class In>
-__device__ __forceinline__ Matrix<In> matrix_of(const Side<In>& side, const Rows<const In>& rows, int64_t columns) {
+__device__ __forceinline__ TileSource<In> source_of(const Side<In>& side, const Rows<const In>& rows, int64_t columns) {
   return {rows, static_cast<int32_t>(columns), side.aligned};
 }
 
 // Loads kTile columns of kTile rows, or their transpose, scaled to unit rows or not.
 template <bool transposed, int threads, class T, class In>
-__device__ __forceinline__ void load_rows(const Matrix<In>& matrix, const Block& block, int64_t first, int32_t column,
-                                          const T* factors, bool unit, Tile<T>& to) {
+__device__ __forceinline__ void load_rows(const TileSource<In>& source, const Block& block, int64_t first,
+                                          int32_t column, const T* factors, bool unit, Tile<T>& to) {
   const auto row = [&](int r) {
-    return factors[r] == kMasked ? nullptr : matrix.rows.at(block.batch, block.head, first + r);
+    return factors[r] == kMasked ? nullptr : source.rows.at(block.batch, block.head, first + r);
   };
-  load_tile<transposed, threads>(matrix, row, column, [&](int r) { return unit ? factors[r] : 1; }, to);
+  load_tile<transposed, threads>(source, row, column, [&](int r) { return unit ? factors[r] : 1; }, to);
 }
 
 // out = mine . others
 template <class T, class In, int n>
-__device__ __forceinline__ void multiply_rows(Shared<T>& shared, const Matrix<In>& mine, const Matrix<In>& others,
-                                              const Block& block, int64_t first_other, bool unit, T (&out)[n][kSide]) {
+__device__ __forceinline__ void multiply_rows(Shared<T>& shared, const TileSource<In>& mine,
+                                              const TileSource<In>& others, const Block& block, int64_t first_other,
+                                              bool unit, T (&out)[n][kSide]) {
   for_elements<n>([&](int r, int c) { out[r][c] = 0; });
   for (int32_t column = 0; column < mine.columns; column += kTile) {
     // what was there has been read, and the factors are there
@@ -77,9 +78,9 @@ __device__ __forceinline__ void take_versines(const T (&cosines)[n][kSide], T (&
 
 // sums += weights others
 template <int column_tiles, class T, class In, int n>
-__device__ __forceinline__ void add_weighted(Shared<T>& shared, const T (&weights)[n][kSide], const Matrix<In>& others,
-                                             const Block& block, int64_t first_other, bool unit,
-                                             T (&sums)[column_tiles][n][kSide]) {
+__device__ __forceinline__ void add_weighted(Shared<T>& shared, const T (&weights)[n][kSide],
+                                             const TileSource<In>& others, const Block& block, int64_t first_other,
+                                             bool unit, T (&sums)[column_tiles][n][kSide]) {
   __syncthreads();
   store_elements(weights, shared.left);
 #pragma unroll
@@ -108,11 +109,11 @@ __global__ void __launch_bounds__(kThreadsFor<n>)
     __syncthreads();
     load_factors<kThreadsFor<n>>(shared.other_factors, others.factors, block.batch_head, first, others.count);
     T cosines[n][kSide], weights[n][kSide];
-    multiply_rows(shared, matrix_of(mine, mine.rows, sizes.columns), matrix_of(others, others.rows, sizes.columns),
+    multiply_rows(shared, source_of(mine, mine.rows, sizes.columns), source_of(others, others.rows, sizes.columns),
                   block, first, true, cosines);
     take_versines(cosines, weights);
     pairs.weigh(Place<n>{block.batch_head, block.first, first}, cosines, weights);
-    add_weighted<column_tiles>(shared, weights, matrix_of(others, others.values, sizes.value_columns), block, first,
+    add_weighted<column_tiles>(shared, weights, source_of(others, others.values, sizes.value_columns), block, first,
                                false, sums);
   }
   // where there was no other
@@ -153,12 +154,12 @@ __global__ void __launch_bounds__(kThreadsFor<n>)
   for (int64_t first = range.begin; first < range.end; first += kTile) {
     __syncthreads();
     load_factors<kThreadsFor<n>>(shared.other_factors, others.factors, block.batch_head, first, others.count);
-    const Matrix<In> other_rows = matrix_of(others, others.rows, sizes.columns);
+    const TileSource<In> other_rows = source_of(others, others.rows, sizes.columns);
     T cosines[n][kSide], weights[n][kSide], products[n][kSide];
-    multiply_rows(shared, matrix_of(mine, mine.rows, sizes.columns), other_rows, block, first, true, cosines);
+    multiply_rows(shared, source_of(mine, mine.rows, sizes.columns), other_rows, block, first, true, cosines);
     take_versines(cosines, weights);
-    multiply_rows(shared, matrix_of(mine, mine.values, sizes.value_columns),
-                  matrix_of(others, others.values, sizes.value_columns), block, first, false, products);
+    multiply_rows(shared, source_of(mine, mine.values, sizes.value_columns),
+                  source_of(others, others.values, sizes.value_columns), block, first, false, products);
     pairs.slopes(Place<n>{block.batch_head, block.first, first}, cosines, weights, products);
     add_weighted<column_tiles>(shared, products, other_rows, block, first, true, sums);
   }
