@@ -152,6 +152,13 @@ ops.first_order_attention_backward(inputs.grad, out, total, *rows, weight, place
                 ),
                 (
                     "sampled_attention_backward",
+                    "buckets_any.h",
+                    "    wait_for_launches_before();",
+                    ";",
+                    "waiting for",
+                ),
+                (
+                    "sampled_attention_backward",
                     "mma.h",
                     "%6, %7}, {%8, %9}",
                     "%7, %6}, {%8, %9}",
@@ -172,9 +179,10 @@ def test_a_mistake_is_found(kernel, file, line, instead, message, tmp_path, monk
     emulator.build(kernels, kernels=(kernel,))
     code = """
 from test_kernels import Inputs, assert_as_accurate_as_pytorch
-for columns, tau in ((64, 6), (40, 4)):
-    inputs = Inputs("random", (1, 2, 333, 90, 64, columns, 4, tau), torch.bfloat16)
-    assert_as_accurate_as_pytorch(inputs.sampled, torch.bfloat16)
+for dtype in (torch.bfloat16, torch.float32):
+    for columns, tau in ((64, 6), (40, 4)):
+        inputs = Inputs("random", (1, 2, 333, 90, 64, columns, 4, tau), dtype)
+        assert_as_accurate_as_pytorch(inputs.sampled, dtype)
 """
     with pytest.raises(AssertionError, match=message):
         run_emulated(kernels, code, watch="races")

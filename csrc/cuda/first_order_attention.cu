@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(kRowThreads)
 }
 
 // For a part's queries, kTile columns of their gradient, and of the heavy keys' and values' gradients: sums over these
-// queries, with those of the heavy weights in the last row. grad is that of the sums before they were divided.
+// queries, with those of the heavy weights in the last column. grad is that of the sums before they were divided.
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 2)
     query_gradients_kernel(Problem<T> p, TileSource<In> query, TileSource<In> key, TileSource<In> value,
@@ -500,6 +500,7 @@ class FirstOrder {
     const TileSource<T> sum_grads = source_of<T>(grad_sum);
     const Memory key_sums = sum_rows<In, true>(key_, value_, light_, p_.keys);
     const Parts parts(p_.queries);
+    // a row for each heavy key, and the last for nothing
     const auto heavy_sums = [&](int64_t places) {
       return Memory(key_weight_, places, static_cast<int32_t>(p_.num_heavy), key_.columns + value_.columns);
     };
