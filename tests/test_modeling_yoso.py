@@ -559,6 +559,42 @@ def test_bfloat16_is_near_float32(use_expectation):
         assert error < (0.02 if use_expectation else 0.1)
 
 
+def test_compiled_training_under_autocast_is_near_float32():
+    model = make_model(YosoForMaskedLM, initializer_range=0.1, hidden_dropout_prob=0.0).train()
+    ids, mask = make_ids(4, 40), make_mask([40, 31, 5, 1], 40)
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~mask, -100)}
+    expected = torch.cat([gradient.flatten() for gradient in gradients(model, **inputs).values()])
+    torch.compiler.reset()
+    for step in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        with torch.autocast(ids.device.type, torch.bfloat16):
+            loss = step(**inputs).loss
+        loss.backward()
+        found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        # bfloat16 has 8 bits
+        assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def test_autocast_keeps_less_for_the_backward_than_roberta():
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256}
+    config = transformers.RobertaConfig(**sizes, type_vocab_size=1, attention_probs_dropout_prob=0.0)
+    roberta = transformers.RobertaModel._from_config(config, attn_implementation="sdpa")
+    yoso = YosoModel(YosoConfig(**sizes, use_expectation=False, num_hash=32, hash_code_len=9))
+
+    def kept_bytes(model, length):
+        ids, kept = make_ids(1, length), {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda x: kept.setdefault(x.untyped_storage().data_ptr(), x), lambda x: x
+        )
+        with hooks, torch.autocast(ids.device.type, torch.bfloat16):
+            model.train()(ids)
+        return sum(x.untyped_storage().nbytes() for x in kept.values())
+
+    # of tokens alone, without the weights
+    ours, theirs = (kept_bytes(model, 400) - kept_bytes(model, 200) for model in (yoso, roberta))
+    assert ours < theirs
+
+
 def test_half_precision_gradients_are_finite():
     model = make_model(YosoForMaskedLM, use_expectation=False).to(torch.bfloat16).train()
     ids, mask = make_ids(2, 20), make_mask([20, 0], 20)

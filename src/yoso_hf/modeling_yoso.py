@@ -142,6 +142,10 @@ class YosoSelfAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, key_mask: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
     ) -> tuple[Tensor, Tensor | None]:
+        device_type = hidden_states.device.type
+        if hidden_states.dtype == torch.float32 and device_type != "meta" and torch.is_autocast_enabled(device_type):
+            # each projection would round a copy of its own, and keep it for the backward
+            hidden_states = hidden_states.to(torch.get_autocast_dtype(device_type))
         head_shape = (*hidden_states.shape[:2], self.num_heads, self.head_dim)
         query = self.query(hidden_states).view(head_shape).transpose(1, 2)
         key = self.key(hidden_states).view(head_shape).transpose(1, 2)
