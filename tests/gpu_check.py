@@ -72,7 +72,7 @@ def main() -> int:
     build = [python, "setup.py", "build_ext", "--inplace"]
     # compute-sanitizer names lines of the source then
     settings = {"YOSO_CUDA": "1", "YOSO_CUDA_ARCHS": f"{major}{minor}", "NVCC_APPEND_FLAGS": "-lineinfo"}
-    steps = [run("build", build, 120, **settings)]
+    steps = [run("build", build, 200, **settings)]
     if steps[-1][1] == "passed":
         # without them the tests would be skipped, which passes
         steps.append(run("load", [python, "-c", LOADED], 30))

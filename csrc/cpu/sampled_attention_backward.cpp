@@ -249,7 +249,8 @@ YOSO_INLINE void add_buckets(Sizes sizes, Side<T>& queries, Side<T>& keys, int64
   }
 }
 
-// How many columns the rows of both sides have: known to the compiler for the usual sizes.
+// How many columns the rows of both sides have: known to the compiler for the usual sizes, but in float64, which is
+// there to be right.
 template <class Columns, class RowStride>
 struct SizesOf {
   using Stride = RowStride;
@@ -263,14 +264,14 @@ template <class T>
 void add_buckets(Side<T>& queries, Side<T>& keys, int64_t hash, int64_t begin, int64_t end, Scratch<T>& scratch) {
   const int64_t columns = queries.columns, value_columns = queries.other_columns;
   vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-    using V = Vector<T, bytes()>;
-    if (columns == 32 && value_columns == 32)
-      add_buckets<V>(Fixed<32>{}, queries, keys, hash, begin, end, scratch);
-    else if (columns == 64 && value_columns == 64)
-      add_buckets<V>(Fixed<64>{}, queries, keys, hash, begin, end, scratch);
-    else
-      add_buckets<V>(SizesOf<int64_t, int64_t>{columns, value_columns, queries.stride}, queries, keys, hash, begin,
-                     end, scratch);
+    const auto add = [&](auto sizes) YOSO_INLINE_LAMBDA {
+      add_buckets<Vector<T, bytes()>>(sizes, queries, keys, hash, begin, end, scratch);
+    };
+    if constexpr (sizeof(T) < 8) {
+      if (columns == 32 && value_columns == 32) return add(Fixed<32>{});
+      if (columns == 64 && value_columns == 64) return add(Fixed<64>{});
+    }
+    add(SizesOf<int64_t, int64_t>{columns, value_columns, queries.stride});
   });
 }
 

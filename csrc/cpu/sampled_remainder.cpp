@@ -325,7 +325,7 @@ YOSO_INLINE void add_buckets(Sizes sizes, RemainderRows<T>& queries, RemainderRo
   }
 }
 
-// How many columns rows have: known to the compiler for the usual sizes.
+// How many columns rows have: known to the compiler for the usual sizes, but in float64, which is there to be right.
 template <class Columns>
 struct RemainderSizes {
   Columns columns, value_columns;
@@ -345,12 +345,11 @@ void add_buckets(RemainderRows<T>& queries, RemainderRows<T>& keys, const Remain
       add_buckets<V, backward>(sizes, queries, keys, numbers, num_hash, hash, begin, end, tau, scale, *tile,
                                listed.data());
     };
-    if (D == 32 && Dv == 32)
-      add(FixedSizes<32>{});
-    else if (D == 64 && Dv == 64)
-      add(FixedSizes<64>{});
-    else
-      add(RemainderSizes<int64_t>{D, Dv});
+    if constexpr (sizeof(T) < 8) {
+      if (D == 32 && Dv == 32) return add(FixedSizes<32>{});
+      if (D == 64 && Dv == 64) return add(FixedSizes<64>{});
+    }
+    add(RemainderSizes<int64_t>{D, Dv});
   });
 }
 
