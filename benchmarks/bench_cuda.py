@@ -7,10 +7,12 @@
 [16, 12, N, 64], bfloat16, m = 32, tau = 9. The groups:
 
 attention: beside torch's scaled_dot_product_attention with the fastest of its backends, from short to long;
+float32: the same in float32, in which models load unless asked otherwise, at 4096 tokens;
 authors: beside the CUDA kernels of the paper's authors, version 1, at 4096 tokens; theirs are float32 only. They are
     built by nvcc from the clone that --authors names, and left out without one;
 training: tokens a second and the largest batch of a base-size masked language model at 4096 tokens, bfloat16
-    autocast, forward, loss and backward, beside RoBERTa with scaled_dot_product_attention.
+    autocast, forward, loss and backward, beside RoBERTa with scaled_dot_product_attention; as RoBERTa does it, and
+    with sparse_prediction, which is what scripts/run_mlm.py trains.
 """
 
 import argparse
@@ -30,12 +32,15 @@ from transformers import PreTrainedModel, RobertaConfig, RobertaForMaskedLM
 
 from yoso_hf import YosoConfig, YosoForMaskedLM
 
-SHAPE = {"batch": 16, "dtype": "bfloat16"}
+BATCH = 16
 # times as fast as softmax, by length: asked, aim
 ASKED = {
     "forward": {4096: (1.3, 2.5), 16384: (5, 10), 65536: (20, 40)},
     BOTH: {4096: (1, 2), 16384: (4, 8), 65536: (15, 30)},
 }
+# of float32, at FLOAT32_LENGTH
+ASKED_OF_FLOAT32 = (1, 2)
+FLOAT32_LENGTH = 4096
 # asked, aim for 16 times the length
 GROWTH = (18, 16)
 FAST_BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION")
@@ -72,24 +77,40 @@ class SoftmaxBackend(Softmax):
         return True
 
 
+def beside_softmax(args: argparse.Namespace, task: str, length: int, dtype: str) -> tuple[Rows, float]:
+    """Rows of our attention and of softmax, and how many times the fastest of these takes as long."""
+    shape = (args.device, task, length)
+    sizes = {"batch": BATCH, "dtype": dtype}
+    peers = [SoftmaxBackend(*shape, **sizes, backend=name) for name in FAST_BACKENDS]
+    peers = [peer for peer in peers if peer.works()] or [SoftmaxBackend(*shape, **sizes, backend=OTHER_BACKEND)]
+    rows = measure([Sampled(*shape, **sizes), *peers], args.repeats, args.seconds)
+    return rows, min(row["times_the_first"] for row in rows[1:])
+
+
 def attention(args: argparse.Namespace) -> tuple[Rows, Rows]:
     rows, table = [], []
     for task, asked in ASKED.items():
         ours = {}
         for length in args.lengths:
-            peers = [SoftmaxBackend(args.device, task, length, **SHAPE, backend=name) for name in FAST_BACKENDS]
-            peers = [peer for peer in peers if peer.works()]
-            peers = peers or [SoftmaxBackend(args.device, task, length, **SHAPE, backend=OTHER_BACKEND)]
-            group = measure([Sampled(args.device, task, length, **SHAPE), *peers], args.repeats, args.seconds)
+            group, ratio = beside_softmax(args, task, length, "bfloat16")
             rows += group
             ours[length] = group[0]["ms"]
             if length in asked:
-                fastest = min(row["times_the_first"] for row in group[1:])
                 name = f"{task}, N = {length}: times as fast as softmax"
-                table.append(compare(name, fastest, asked=asked[length][0], aim=asked[length][1]))
+                table.append(compare(name, ratio, asked=asked[length][0], aim=asked[length][1]))
         if {4096, 65536} <= ours.keys():
             name = f"{task}: time at N = 65536 over 4096"
             table.append(compare(name, ours[65536] / ours[4096], asked=GROWTH[0], aim=GROWTH[1]))
+    return rows, table
+
+
+def float32(args: argparse.Namespace) -> tuple[Rows, Rows]:
+    rows, table = [], []
+    for task in ASKED:
+        group, ratio = beside_softmax(args, task, FLOAT32_LENGTH, "float32")
+        rows += group
+        name = f"{task}, float32, N = {FLOAT32_LENGTH}: times as fast as softmax"
+        table.append(compare(name, ratio, asked=ASKED_OF_FLOAT32[0], aim=ASKED_OF_FLOAT32[1]))
     return rows, table
 
 
@@ -165,8 +186,8 @@ def authors(args: argparse.Namespace) -> tuple[Rows, Rows]:
     Authors.kernels = build_authors_kernels(args.authors)
     rows, table = [], []
     for task in ASKED:
-        ours = Sampled(args.device, task, AUTHORS_LENGTH, **SHAPE)
-        theirs = Authors(args.device, task, AUTHORS_LENGTH, batch=SHAPE["batch"])
+        ours = Sampled(args.device, task, AUTHORS_LENGTH, batch=BATCH, dtype="bfloat16")
+        theirs = Authors(args.device, task, AUTHORS_LENGTH, batch=BATCH)
         group = measure([ours, theirs], args.repeats, args.seconds)
         rows += group
         name = f"{task}, N = {AUTHORS_LENGTH}: times as fast as the authors' kernels"
@@ -222,10 +243,16 @@ class Training(Case):
 
 class YosoTraining(Training):
     name = "yoso"
+    settings: ClassVar[dict[str, Any]] = {}
 
     def build(self) -> PreTrainedModel:
-        sizes = {"vocab_size": 50265, "max_position_embeddings": TRAINING_LENGTH}
+        sizes = {"vocab_size": 50265, "max_position_embeddings": TRAINING_LENGTH, **self.settings}
         return YosoForMaskedLM(YosoConfig(**sizes, use_expectation=False, num_hash=32, hash_code_len=9))
+
+
+class SparseYosoTraining(YosoTraining):
+    name = "yoso, sparse_prediction"
+    settings: ClassVar[dict[str, Any]] = {"sparse_prediction": True}
 
 
 class SoftmaxTraining(Training):
@@ -252,12 +279,12 @@ def largest_batch(kind: type[Training], device: str, guess: int) -> int:
 
 
 def training(args: argparse.Namespace) -> tuple[Rows, Rows]:
-    kinds = (YosoTraining, SoftmaxTraining)
+    kinds = (YosoTraining, SoftmaxTraining, SparseYosoTraining)
     rows = measure([kind(args.device, args.batch) for kind in kinds], args.repeats, args.seconds)
     for row, kind in zip(rows, kinds, strict=True):
         row["tokens_per_second"] = 1e3 * args.batch * TRAINING_LENGTH / row["ms"]
         row["largest_batch"] = largest_batch(kind, args.device, args.batch)
-    ours, softmax = rows
+    ours, softmax, _ = rows
     speed = softmax["ms"] / ours["ms"]
     batches = ours["largest_batch"] / softmax["largest_batch"]
     return rows, [
@@ -266,7 +293,7 @@ def training(args: argparse.Namespace) -> tuple[Rows, Rows]:
     ]
 
 
-GROUPS = {group.__name__: group for group in (attention, authors, training)}
+GROUPS = {group.__name__: group for group in (attention, float32, authors, training)}
 
 
 def main() -> None:
