@@ -346,14 +346,14 @@ def _sampled_softmax(
     real_keys = real_rows(key_mask)
     # as many queries as keys are of the same tokens
     real_queries = real_keys if query.shape[2] == key.shape[2] else None
-    query, key = less_masked(query.to(wide), real_queries), less_masked(key.to(wide), real_keys)
+    query, key = less_masked(query, real_queries), less_masked(key.to(wide), real_keys)
     value = less_masked(value, real_keys)
     with torch.no_grad():
         # softmax does not notice what is taken from all keys, nor, with the keys' weights, what is from all queries
         num_queries = (
             max(query.shape[2], 1) if real_queries is None else real_queries.sum(2, keepdim=True).clamp(min=1)
         )
-        query_mean = query.sum(2, keepdim=True) / num_queries
+        query_mean = query.sum(2, keepdim=True, dtype=wide) / num_queries
     logarithm = scale * (key @ query_mean.mT)
     if real_keys is not None:
         logarithm = logarithm.masked_fill(~real_keys, -math.inf)
@@ -365,6 +365,7 @@ def _sampled_softmax(
     with torch.no_grad():
         # so that the first order adds nothing to the sum of the light keys' weights, and the rest only adds to it
         key_mean = _divide(light.mT @ key, light.sum(2, keepdim=True))
+    # as wide as their means
     query, key, weight, light = query - query_mean, key - key_mean, weight.squeeze(-1), light.squeeze(-1)
     length = _bits_for(key.shape[2], functions.hash_code_len)
     functions = functions.part(slice(None), length)
