@@ -250,6 +250,17 @@ def test_first_order_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
     assert_as_accurate_as_pytorch(inputs.first_order, dtype)
 
 
+def test_the_weight_of_a_heavy_key_is_exp_of_its_logarithm():
+    """To a few roundings of each, not only on average."""
+    query = torch.linspace(-60, 60, 2001)[None, None, :, None]
+    key, value, key_weight = torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1)
+    heavy, remainder = torch.zeros(1, 1, 1, dtype=torch.int64), (torch.zeros(1, 1, 2001, 8), torch.zeros(1, 1, 2001))
+    out, total = ops.first_order_attention(query, key, value, key_weight, heavy, *remainder, 1.0)
+    truth, eps = query[..., 0].double().exp(), torch.finfo(torch.float32).eps
+    assert ((total - truth).abs() <= 4 * eps * truth).all()
+    assert ((out - 1).abs() <= 2 * eps).all()
+
+
 # the last two: buckets of several parts
 REMAINDER = [*SPREAD, (1, 2, 150, 333, 64, 64, 3, 2), (1, 1, 65, 129, 32, 32, 2, 1)]
 

@@ -22,20 +22,16 @@ YOSO_INLINE double remainder(double x, double& slope) {
 // By 2^n exp(f), with exp(f) - 1 - f as a series: where n is 0, nothing cancels.
 template <class X>
 YOSO_INLINE X remainder(X x, X& slope) {
-  // added to a small number it rounds that to an integer, which the lowest bits of the sum hold
-  constexpr float kRounds = 0x1.8p23f, kMost = kMaxLogarithm;
-  using Bits = typename BitsOf<X>::type;
-  const X least = x < kMinLogarithm ? X{} + kMinLogarithm : x, y = least > kMost ? X{} + kMost : least;
-  const X rounded = y * static_cast<float>(M_LOG2E) + kRounds, n = rounded - kRounds;
-  // log(2) in two parts, of which the product with the first is exact
-  const X f = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+  constexpr float kMost = kMaxLogarithm;
+  const X least = x < kMinLogarithm ? X{} + kMinLogarithm : x;
+  X f;
+  const X power = power_of_two(least > kMost ? X{} + kMost : least, f);
   X series = X{} + 1.0f / 5040;
   series = series * f + 1.0f / 720;
   series = series * f + 1.0f / 120;
   series = series * f + 1.0f / 24;
   series = series * f + 1.0f / 6;
   series = series * f + 0.5f;
-  const X power = __builtin_bit_cast(X, (__builtin_bit_cast(Bits, rounded) << 23) + (127u << 23));
   const X beyond = power * (f * f * series), first = power * f, less_one = power - 1.0f;
   slope = x < kMost ? less_one + first + beyond : X{} - 1.0f;
   return beyond + (less_one + (first - x));

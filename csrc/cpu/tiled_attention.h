@@ -90,27 +90,34 @@ YOSO_INLINE X angle_complement(X x) {
   return x < 0 ? angle : 1.0f - angle;
 }
 
-YOSO_INLINE double exponential(double x) { return std::exp(x); }
-
-// exp(x) for x < 88, as 2^n 2^f with n an integer; 0 below float's normal range.
+// 2^n, with n the integer next to x / log(2), for x between -88 and 88; rest is what x has beyond n log(2).
 template <class X>
-YOSO_INLINE X exponential(X x) {
+YOSO_INLINE X power_of_two(X x, X& rest) {
   // added to a small number it rounds that to an integer, which the lowest bits of the sum hold
   constexpr float kRounds = 0x1.8p23f;
-  constexpr float kSmallest = -87.25f;
-  constexpr float kLog2E = static_cast<float>(M_LOG2E);
   using Bits = typename BitsOf<X>::type;
-  const X y = x < kSmallest ? X{} + kSmallest : x;
-  const X rounded = y * kLog2E + kRounds, f = y * kLog2E - (rounded - kRounds);
-  // a minimax fit of 2^f on [-1/2, 1/2], with a relative error of 1e-7
-  X series = X{} + 0.00132647273f;
-  series = series * f + 0.00967151299f;
-  series = series * f + 0.0555073358f;
-  series = series * f + 0.240222424f;
-  series = series * f + 0.693147004f;
+  const X rounded = x * static_cast<float>(M_LOG2E) + kRounds, n = rounded - kRounds;
+  // log(2) in two parts, of which the product with the first is exact
+  rest = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  return __builtin_bit_cast(X, (__builtin_bit_cast(Bits, rounded) << 23) + (127u << 23));
+}
+
+YOSO_INLINE double exponential(double x) { return std::exp(x); }
+
+// exp(x) for x < 88; 0 below float's normal range.
+template <class X>
+YOSO_INLINE X exponential(X x) {
+  constexpr float kSmallest = -87.25f;
+  X f;
+  const X power = power_of_two(x < kSmallest ? X{} + kSmallest : x, f);
+  // a minimax fit of exp(f) for f up to log(2) / 2, with a relative error of 1e-7
+  X series = X{} + 0.00829031478f;
+  series = series * f + 0.0418979308f;
+  series = series * f + 0.166676357f;
+  series = series * f + 0.499991502f;
+  series = series * f + 0.999999745f;
   series = series * f + 1.0f;
-  const X power = __builtin_bit_cast(X, (__builtin_bit_cast(Bits, rounded) << 23) + (127u << 23)) * series;
-  return x < kSmallest ? X{} : power;
+  return x < kSmallest ? X{} : power * series;
 }
 
 // What weights are computed in: vectors of float32, and one float64 after the other.
