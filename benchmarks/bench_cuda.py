@@ -38,7 +38,7 @@ ASKED = {
     "forward": {4096: (1.3, 2.5), 16384: (5, 10), 65536: (20, 40)},
     BOTH: {4096: (1, 2), 16384: (4, 8), 65536: (15, 30)},
 }
-# of float32, at FLOAT32_LENGTH
+# asked, aim for times as fast as softmax in float32
 ASKED_OF_FLOAT32 = (1, 2)
 FLOAT32_LENGTH = 4096
 # asked, aim for 16 times the length
