@@ -103,14 +103,16 @@ def test_masked_keys_may_hold_anything_and_get_no_gradient(dtype, implementation
 
 
 @needs_kernels
-def test_views_and_expanded_gradients_give_what_copies_give():
-    grad, query, key, value, codes = make_near((2, 2, 80, 24, 20, 4, 3), torch.float32)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_views_and_expanded_gradients_give_what_copies_give(dtype):
+    grad, query, key, value, codes = make_near((2, 2, 80, 24, 20, 4, 3), dtype)
     views = {
-        "every other row and column": torch.randn(2, 2, 160, 48)[:, :, ::2, ::2],
-        "transposed": torch.randn(24, 80, 2, 2).permute(3, 2, 1, 0),
-        "expanded": torch.randn(2, 2, 1, 1).expand(2, 2, 80, 24),
+        "every other row and column": torch.randn(2, 2, 160, 48, dtype=dtype)[:, :, ::2, ::2],
+        "transposed": torch.randn(24, 80, 2, 2, dtype=dtype).permute(3, 2, 1, 0),
+        "expanded": torch.randn(2, 2, 1, 1, dtype=dtype).expand(2, 2, 80, 24),
+        "not aligned": torch.randn(2, 2, 80, 25, dtype=dtype)[..., 1:],
     }
-    one_grad = torch.ones(1).expand(2, 2, 80, 20)
+    one_grad = torch.ones(1, dtype=dtype).expand(2, 2, 80, 20)
     for view in views.values():
         got = outputs(ops, one_grad, view, key, value, codes, 3, 9)
         expected = outputs(ops, one_grad.contiguous(), view.contiguous(), key, value, codes, 3, 9)

@@ -459,6 +459,7 @@ def test_views_and_expanded_gradients_give_what_copies_give():
         "every other row and column": wide[:, :, ::2, ::2],
         "transposed": torch.randn(24, 40, 2, 2).permute(3, 2, 1, 0),
         "expanded": torch.randn(2, 2, 1, 1).expand(2, 2, 40, 24),
+        "not aligned": torch.randn(2, 2, 40, 25)[..., 1:],
     }
     for view in views.values():
         assert torch.equal(functions.codes(view), functions.codes(view.contiguous()))
@@ -499,6 +500,23 @@ def test_views_and_expanded_gradients_give_what_copies_give():
     expanded = torch.ones(1).expand(2, 2, 40, 20)
     got = ops.sampled_attention_backward(expanded, query, key, value, *codes, 3)
     expected = ops.sampled_attention_backward(expanded.contiguous(), query, key, value, *codes, 3)
+    assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize("columns", [24, 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_exact_attention_to_unaligned_rows_of_16_bits_is_that_to_copies(dtype, columns):
+    query, key, value, grad, *_ = make((2, 2, 40, 70, columns, 16, 1, 1), dtype)
+    rows = [x.contiguous() for x in (grad, query, key, value)]
+    unaligned = [torch.cat([x[..., :1], x], -1)[..., 1:] for x in rows]
+    got, expected = (
+        [
+            ops.expectation_attention(*x[1:], 3, False, False)[0],
+            *ops.expectation_attention_backward(*x, 3, True),
+        ]
+        for x in (unaligned, rows)
+    )
     assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
 
 

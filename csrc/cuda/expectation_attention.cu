@@ -57,11 +57,8 @@ std::tuple<Tensor, Tensor> expectation_attention_cuda(const Tensor& query, const
   const Device device(value);
   Tensor out = empty_heads_last(value, query.size(0), query.size(1), query.size(2), value.size(3));
   Tensor inverse_length = empty_inverse_length(out, unit);
-  const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
-  dispatch_floating(query, [&](auto element) {
-    attention_forward<decltype(element)>(device, AllPairs{static_cast<int>(hash_code_len), false}, rows[0], rows[1],
-                                         rows[2], unit, out, inverse_length);
-  });
+  attention_forward(device, AllPairs{static_cast<int>(hash_code_len), false}, query, key, value, unit, out,
+                    inverse_length);
   return {out, inverse_length};
 }
 
@@ -75,11 +72,8 @@ std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cuda(const Ten
   Tensor grad_query = empty_heads_last(query, B, H, N, query.size(3));
   Tensor grad_key = empty_heads_last(key, B, H, M, key.size(3));
   Tensor grad_value = empty_heads_last(value, B, H, M, value.size(3));
-  const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
-  dispatch_floating(query, [&](auto element) {
-    attention_backward<decltype(element)>(device, AllPairs{static_cast<int>(hash_code_len), exact}, rows[0], rows[1],
-                                          rows[2], rows[3], grad_query, grad_key, grad_value);
-  });
+  attention_backward(device, AllPairs{static_cast<int>(hash_code_len), exact}, grad, query, key, value, grad_query,
+                     grad_key, grad_value);
   return {grad_query, grad_key, grad_value};
 }
 

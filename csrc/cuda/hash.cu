@@ -18,6 +18,8 @@ constexpr int kMaxSize = 1024;
 
 struct Problem {
   int64_t B, H, N, D, num_hash;
+  // of the rows
+  ScalarType dtype;
   int hash_code_len;
   // [B, N] or null
   const bool* mask;
@@ -59,10 +61,12 @@ struct Grid {
   }
 };
 
+// Rows of the problem's dtype: transforms, of some thousand instructions, are not compiled for each.
+using AnyRows = Rows<const unsigned char>;
+
 // Runs a kernel for tiles of `rows` rows and groups of `functions` hash functions.
-template <class In>
-void launch_grid(const Device& device, void (*kernel)(Rows<const In>, Problem, Grid), int64_t rows, int64_t functions,
-                 size_t shared_bytes, const Rows<const In>& x, const Problem& problem) {
+inline void launch_grid(const Device& device, void (*kernel)(AnyRows, Problem, Grid), int64_t rows, int64_t functions,
+                        size_t shared_bytes, const AnyRows& x, const Problem& problem) {
   const int64_t tiles = divide_up(problem.N, rows), groups = divide_up(problem.num_hash, functions);
   const Grid grid = {static_cast<uint32_t>(problem.H), static_cast<uint32_t>(tiles), static_cast<uint32_t>(groups)};
   launch(device, kernel, problem.B * problem.H * tiles * groups, kThreads, shared_bytes, x, problem, grid);
@@ -105,6 +109,23 @@ __device__ __forceinline__ void load_part(const In* row, int64_t first, int64_t 
   }
 }
 
+// The same of a row of the problem's dtype, float64 for double only.
+template <int count, class T>
+__device__ __forceinline__ void load_part(const Problem& problem, const unsigned char* row, int64_t first,
+                                          int64_t columns, T* x) {
+  const auto load_as = [&](auto element) {
+    load_part<count>(reinterpret_cast<const decltype(element)*>(row), first, columns, problem.vectors, x);
+  };
+  if constexpr (std::is_same_v<T, double>)
+    load_as(double{});
+  else if (problem.dtype == ScalarType::BFloat16)
+    load_as(BFloat16{});
+  else if (problem.dtype == ScalarType::Half)
+    load_as(Half{});
+  else
+    load_as(float{});
+}
+
 // The Walsh-Hadamard transform of a thread's R elements.
 template <int R, class T>
 __device__ __forceinline__ void butterfly(T* x) {
@@ -142,10 +163,9 @@ __device__ __forceinline__ bool odd(int x) { return __popc(x) % 2 != 0; }
 // of its elements and keeps the other, then sends a half of that, as often as there are lanes to send to, or until
 // four are left. So that the halves to send are the same registers in every lane, a lane has its elements in an order
 // of its own: element e ^ swap in place of element e.
-template <class In, int E, int lanes>
-__global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 2 : 3)
-    hash_hadamard_kernel(Rows<const In> rows, const Problem problem, const Grid grid) {
-  using T = Accumulator<In>;
+template <class T, int E, int lanes>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
+    hash_hadamard_kernel(AnyRows rows, const Problem problem, const Grid grid) {
   constexpr int width = E * lanes, tile_rows = kThreads / lanes;
   // lanes that share out a sum, and the elements that each is left with
   constexpr int sharing = lanes < 8 ? lanes : 8, left = kFunctions / sharing;
@@ -157,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 2 : 3)
 
   const int32_t masked = exists ? problem.masked(batch, row) : 0;
   T x[E];
-  load_part<E>(rows.at(batch, head, exists ? row : 0), lane * E, exists ? problem.D : 0, problem.vectors, x);
+  load_part<E>(problem, rows.at(batch, head, exists ? row : 0), lane * E, exists ? problem.D : 0, x);
   float* parameters = shared_memory<float>();
   const int bits = problem.hash_code_len;
   const float* head_parameters = problem.parameters + head * (2 + bits * int64_t{grid.groups}) * problem.size;
@@ -234,13 +254,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 2 : 3)
 }
 
 // Transforms of at least `width` columns.
-template <class In, int width>
-void launch_hadamard(const Device& device, const Rows<const In>& rows, const Problem& problem) {
+template <class T, int width>
+void launch_hadamard(const Device& device, const AnyRows& rows, const Problem& problem) {
   if constexpr (width < kMaxSize)
-    if (problem.size > width) return launch_hadamard<In, 2 * width>(device, rows, problem);
+    if (problem.size > width) return launch_hadamard<T, 2 * width>(device, rows, problem);
   // as many elements as a thread's registers hold
-  constexpr int most = sizeof(In) == 8 ? 32 : 64, E = width < most ? width : most, lanes = width / E;
-  launch_grid(device, hash_hadamard_kernel<In, E, lanes>, kThreads / lanes, problem.size,
+  constexpr int most = sizeof(T) == 8 ? 32 : 64, E = width < most ? width : most, lanes = width / E;
+  launch_grid(device, hash_hadamard_kernel<T, E, lanes>, kThreads / lanes, problem.size,
               (2 + problem.hash_code_len) * width * sizeof(float), rows, problem);
 }
 
@@ -261,16 +281,15 @@ __device__ __forceinline__ void store_codes(const Problem& problem, const int32_
   });
 }
 
-template <class In>
-__global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 2 : 4)
-    hash_gaussian_kernel(Rows<const In> rows, const Problem problem, const Grid grid) {
-  using T = Accumulator<In>;
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
+    hash_gaussian_kernel(AnyRows rows, const Problem problem, const Grid grid) {
   const auto [batch, head, tile, group] = grid.find();
   const int64_t first_function = group * kFunctions;
   const int functions = at_most(problem.num_hash - first_function, kFunctions);
   const int64_t D = problem.D, row = tile * kTileRows + threadIdx.x;
   const bool exists = row < problem.N;
-  const In* from = rows.at(batch, head, exists ? row : 0);
+  const unsigned char* from = rows.at(batch, head, exists ? row : 0);
 
   // [kColumns][kTileRows] and [kColumns][kDirectionStride]
   T *x = shared_memory<T>(), *directions = x + kColumns * kTileRows;
@@ -284,8 +303,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 2 : 4)
     for (int f = 0; f < kThreadFunctions; ++f) codes[r][f] = 0;
 #pragma unroll 1
   for (int bit = problem.hash_code_len - 1; bit >= 0; --bit) {
-    const float* all = problem.parameters +
-                       ((head * problem.hash_code_len + bit) * problem.num_hash + first_function) * D;
+    const float* all =
+        problem.parameters + ((head * problem.hash_code_len + bit) * problem.num_hash + first_function) * D;
     T sum[kThreadRows][kThreadFunctions];
 #pragma unroll
     for (int r = 0; r < kThreadRows; ++r)
@@ -300,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 2 : 4)
 #pragma unroll 1
         for (int c = 0; c < kColumns; c += part) {
           T loaded[part];
-          load_part<part>(from, first + c, exists ? D : 0, problem.vectors, loaded);
+          load_part<part>(problem, from, first + c, exists ? D : 0, loaded);
 #pragma unroll
           for (int i = 0; i < part; ++i) x[(c + i) * kTileRows + threadIdx.x] = loaded[i];
         }
@@ -362,7 +381,7 @@ size_t gaussian_mma_bytes(int64_t D) {
 
 template <class In>
 __global__ void __launch_bounds__(kThreads, 3)
-    hash_gaussian_mma_kernel(Rows<const In> rows, const Problem problem, const Grid grid) {
+    hash_gaussian_mma_kernel(AnyRows rows, const Problem problem, const Grid grid) {
   const auto [batch, head, tile, group] = grid.find();
   const int64_t first_function = group * kFunctions, first_row = tile * kTileRows;
   const int functions = at_most(problem.num_hash - first_function, kFunctions);
@@ -377,7 +396,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     const int row = i / pieces, column = i % pieces * kPiece;
     uint4 piece = make_uint4(0, 0, 0, 0);
     if (first_row + row < problem.N && column < D)
-      piece = *reinterpret_cast<const uint4*>(rows.at(batch, head, first_row + row) + column);
+      piece = *reinterpret_cast<const uint4*>(rows.at(batch, head, first_row + row) + column * sizeof(In));
     *reinterpret_cast<uint4*>(x + row * stride + column) = piece;
   }
   const In* my_rows = x + (warp_row + lane % 16) * stride + lane / 16 * 8;
@@ -385,8 +404,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   uint32_t codes[kRowTiles][kFunctionTiles][4] = {};
 #pragma unroll 1
   for (int bit = problem.hash_code_len - 1; bit >= 0; --bit) {
-    const float* all = problem.parameters +
-                       ((head * problem.hash_code_len + bit) * problem.num_hash + first_function) * problem.D;
+    const float* all =
+        problem.parameters + ((head * problem.hash_code_len + bit) * problem.num_hash + first_function) * problem.D;
     float sums[kRowTiles][kFunctionTiles][4] = {};
 #pragma unroll 1
     for (int first = 0; first < D; first += kColumns) {
@@ -452,13 +471,14 @@ __global__ void __launch_bounds__(kThreads, 3)
 }
 
 template <class In>
-void launch_gaussian(const Device& device, const Rows<const In>& rows, const Problem& problem) {
+void launch_gaussian(const Device& device, const AnyRows& rows, const Problem& problem) {
   if constexpr (sizeof(In) == 2)
     if (problem.vectors && problem.D <= kMaxMmaColumns)
       return launch_grid(device, hash_gaussian_mma_kernel<In>, kTileRows, kFunctions, gaussian_mma_bytes<In>(problem.D),
                          rows, problem);
-  launch_grid(device, hash_gaussian_kernel<In>, kTileRows, kFunctions,
-              kColumns * (kTileRows + kDirectionStride) * sizeof(Accumulator<In>), rows, problem);
+  using T = Accumulator<In>;
+  launch_grid(device, hash_gaussian_kernel<T>, kTileRows, kFunctions,
+              kColumns * (kTileRows + kDirectionStride) * sizeof(T), rows, problem);
 }
 
 template <class In>
@@ -488,6 +508,7 @@ Tensor hash_cuda(const Tensor& input, const Tensor& parameters, const std::optio
         .N = N,
         .D = x.size(3),
         .num_hash = num_hash,
+        .dtype = x.scalar_type(),
         .hash_code_len = static_cast<int>(hash_code_len),
         .mask = mask.has_value() ? static_cast<const bool*>(mask->const_data_ptr()) : nullptr,
         .parameters = parameters.const_data_ptr<float>(),
@@ -496,9 +517,11 @@ Tensor hash_cuda(const Tensor& input, const Tensor& parameters, const std::optio
         .codes = out.mutable_data_ptr(),
         .wide = out.scalar_type() == ScalarType::Int,
     };
-    const Rows<const In> rows = rows_of<In>(x);
+    constexpr int64_t bytes = sizeof(In);
+    const AnyRows rows = {static_cast<const unsigned char*>(x.const_data_ptr()), x.stride(0) * bytes,
+                          x.stride(1) * bytes, x.stride(2) * bytes};
     if (use_hadamard)
-      launch_hadamard<In, kFunctions>(device, rows, problem);
+      launch_hadamard<Accumulator<In>, kFunctions>(device, rows, problem);
     else
       launch_gaussian<In>(device, rows, problem);
   });

@@ -24,9 +24,8 @@ constexpr int kPadding = 128;
 
 // words [B * H, words, length + kPadding] of codes [B, H, m, N]; what is no code becomes filler
 template <class Code>
-__global__ void __launch_bounds__(kRowThreads)
-    pack_codes_kernel(const Code* codes, WordLayout layout, int num_hash, int length, uint32_t filler,
-                      uint32_t* words) {
+__global__ void __launch_bounds__(kRowThreads) pack_codes_kernel(const Code* codes, WordLayout layout, int num_hash,
+                                                                 int length, uint32_t filler, uint32_t* words) {
   const int padded = length + kPadding, blocks = (padded + kRowThreads - 1) / kRowThreads;
   const int row = blockIdx.x % blocks * kRowThreads + threadIdx.x, line = blockIdx.x / blocks;
   const int word = line % layout.words, head = line / layout.words;
@@ -72,9 +71,7 @@ struct NearPairs {
   WordLayout layout;
   int num_hash, length, window;
 
-  NearPairs swapped() const {
-    return {other_codes, my_codes, other_words, my_words, layout, num_hash, length, window};
-  }
+  NearPairs swapped() const { return {other_codes, my_codes, other_words, my_words, layout, num_hash, length, window}; }
 
   __device__ bool is_real(int64_t batch_head, int64_t row) const {
     return static_cast<uint32_t>(my_codes[batch_head * num_hash * length + row]) < (1u << layout.tau);
@@ -152,8 +149,14 @@ void with_near_pairs(const Device& device, const Tensor& query_codes, const Tens
   const auto data = [](const Tensor& words) { return static_cast<const uint32_t*>(words.const_data_ptr()); };
   // no two rows are further apart than the length, of which twice fits 32 bits
   STD_TORCH_CHECK(length <= INT32_MAX / 2 - kPadding, "too many rows for a window: ", length);
-  f(NearPairs{{query_codes.const_data_ptr(), wide}, {key_codes.const_data_ptr(), wide}, data(query_words),
-              data(key_words), layout, num_hash, length, static_cast<int>(window < length ? window : length)});
+  f(NearPairs{{query_codes.const_data_ptr(), wide},
+              {key_codes.const_data_ptr(), wide},
+              data(query_words),
+              data(key_words),
+              layout,
+              num_hash,
+              length,
+              static_cast<int>(window < length ? window : length)});
 }
 
 Tensor local_attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& query_codes,
@@ -161,11 +164,8 @@ Tensor local_attention_cuda(const Tensor& query, const Tensor& key, const Tensor
   check_near(query, key, value, query_codes, key_codes, hash_code_len, window);
   const Device device(value);
   Tensor out = empty_heads_last(value, value.size(0), value.size(1), value.size(2), value.size(3));
-  const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   with_near_pairs(device, query_codes, key_codes, hash_code_len, window, [&](const NearPairs& pairs) {
-    dispatch_floating(query, [&](auto element) {
-      attention_forward<decltype(element)>(device, pairs, rows[0], rows[1], rows[2], false, out, out);
-    });
+    attention_forward(device, pairs, query, key, value, false, out, out);
   });
   return out;
 }
@@ -181,12 +181,8 @@ std::tuple<Tensor, Tensor, Tensor> local_attention_backward_cuda(const Tensor& g
   Tensor grad_query = empty_heads_last(query, B, H, N, query.size(3));
   Tensor grad_key = empty_heads_last(key, B, H, N, key.size(3));
   Tensor grad_value = empty_heads_last(value, B, H, N, value.size(3));
-  const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
   with_near_pairs(device, query_codes, key_codes, hash_code_len, window, [&](const NearPairs& pairs) {
-    dispatch_floating(query, [&](auto element) {
-      attention_backward<decltype(element)>(device, pairs, rows[0], rows[1], rows[2], rows[3], grad_query, grad_key,
-                                            grad_value);
-    });
+    attention_backward(device, pairs, grad, query, key, value, grad_query, grad_key, grad_value);
   });
   return {grad_query, grad_key, grad_value};
 }

@@ -76,88 +76,69 @@ Side<In> side_of(const Tensor& rows, const Tensor& values, const Tensor& factors
           aligned(from, rows.size(3)) && aligned(other, values.size(3))};
 }
 
-// The kernels that suit the sizes and the memory, and their launches.
+// The kernels that suit the dtype and the sizes, and their launches.
 template <class In, class Pairs>
 class Launcher {
  public:
   Launcher(const Device& device, const Tensor& query, const Tensor& value)
-      : device_(device), batches_(query.size(0)), sizes_{query.size(1), query.size(3), value.size(3)} {
-    columns_ = sizes_.columns > sizes_.value_columns ? sizes_.columns : sizes_.value_columns;
-    STD_TORCH_CHECK(columns_ <= kMaxColumns, "the CUDA kernels take query, key and value of at most ", kMaxColumns,
-                    " columns, got ", columns_);
-  }
+      : device_(device), batches_(query.size(0)), sizes_{query.size(1), query.size(3), value.size(3)} {}
 
   void weighted_sum(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out,
                     Accumulator<In>* inverse_length) const {
-    if (suits_mma(mine) && suits_mma(others))
-      with_mma_columns([&](auto columns) {
+    const Rows<In> to = mutable_rows_of<In>(out);
+    with_columns([&](auto columns) {
+      if constexpr (kIsForTensorCores<In>) {
         using Place = SumPlace<In, columns(), Pairs>;
         launch_tiles<Place, MmaShared<Place, false>>(weighted_sum_mma_kernel<In, columns(), Pairs>, mine, others, pairs,
-                                                     mutable_rows_of<In>(out), inverse_length);
-      });
-    else
-      weighted_sum_any(mine, others, pairs, out, inverse_length);
+                                                     to, inverse_length);
+      } else {
+        constexpr int n = kPairRows<columns()>;
+        launch_tiles<Place<n>, Shared<In>>(weighted_sum_kernel<In, n, columns() / kTile, Pairs>, mine, others, pairs,
+                                           to, inverse_length);
+      }
+    });
   }
 
   void gradient(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out) const {
-    if (suits_mma(mine) && suits_mma(others))
-      with_mma_columns([&](auto columns) {
+    const Rows<In> to = mutable_rows_of<In>(out);
+    with_columns([&](auto columns) {
+      if constexpr (kIsForTensorCores<In>) {
         using Place = GradientPlace<In, columns()>;
         launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<In, columns(), false, Pairs>, mine, others,
-                                                    pairs, mutable_rows_of<In>(out), Rows<In>{});
-      });
-    else
-      gradient_any(mine, others, pairs, out);
+                                                    pairs, to, Rows<In>{});
+      } else {
+        constexpr int n = kPairRows<columns()>;
+        launch_tiles<Place<n>, Shared<In>>(gradient_kernel<In, n, columns() / kTile, Pairs>, mine, others, pairs, to);
+      }
+    });
   }
 
   // of my rows and values
   void gradients(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out,
                  const Tensor& out_values) const {
-    if (suits_mma(mine) && suits_mma(others)) {
+    if constexpr (kIsForTensorCores<In>) {
       // computes the weights once for both
-      with_mma_columns([&](auto columns) {
+      with_columns([&](auto columns) {
         using Place = GradientPlace<In, columns()>;
         launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<In, columns(), true, Pairs>, mine, others,
                                                     pairs, mutable_rows_of<In>(out), mutable_rows_of<In>(out_values));
       });
     } else {
-      gradient_any(mine, others, pairs, out);
-      weighted_sum_any(mine, others, pairs, out_values, nullptr);
+      gradient(mine, others, pairs, out);
+      weighted_sum(mine, others, pairs, out_values, nullptr);
     }
   }
 
  private:
-  void weighted_sum_any(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out,
-                        Accumulator<In>* inverse_length) const {
-    if (columns_ <= kTile)
-      launch_tiles<Place<8>, Shared<Accumulator<In>>>(weighted_sum_kernel<In, 8, 1, Pairs>, mine, others, pairs,
-                                                      mutable_rows_of<In>(out), inverse_length);
-    else
-      launch_tiles<Place<4>, Shared<Accumulator<In>>>(weighted_sum_kernel<In, 4, kMaxColumns / kTile, Pairs>, mine,
-                                                      others, pairs, mutable_rows_of<In>(out), inverse_length);
-  }
-
-  void gradient_any(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Tensor& out) const {
-    if (columns_ <= kTile)
-      launch_tiles<Place<8>, Shared<Accumulator<In>>>(gradient_kernel<In, 8, 1, Pairs>, mine, others, pairs,
-                                                      mutable_rows_of<In>(out));
-    else
-      launch_tiles<Place<4>, Shared<Accumulator<In>>>(gradient_kernel<In, 4, kMaxColumns / kTile, Pairs>, mine, others,
-                                                      pairs, mutable_rows_of<In>(out));
-  }
-
-  // Whether tensor cores take the sizes, and every piece of 16 bytes is aligned.
-  bool suits_mma(const Side<In>& side) const { return sizeof(In) == 2 && columns_ <= kMaxMmaColumns && side.aligned; }
-
-  // Calls f with the columns that the kernels on tensor cores are compiled for.
+  // Calls f with the columns that the kernels are compiled for.
   template <class F>
-  void with_mma_columns(const F& f) const {
-    if constexpr (sizeof(In) == 2) {
-      if (columns_ <= kTile)
-        f(std::integral_constant<int, kTile>{});
-      else
-        f(std::integral_constant<int, kMaxMmaColumns>{});
+  void with_columns(const F& f) const {
+    constexpr int most = kIsForTensorCores<In> ? kMaxMmaColumns : kMaxColumns;
+    // the pairs that go with few columns would take more registers than there are for float64
+    if constexpr (!std::is_same_v<In, double>) {
+      if (std::max(sizes_.columns, sizes_.value_columns) <= kTile) return f(std::integral_constant<int, kTile>{});
     }
+    f(std::integral_constant<int, most>{});
   }
 
   template <class Place, class Shared, class Kernel, class... Outputs>
@@ -168,32 +149,91 @@ class Launcher {
   }
 
   const Device& device_;
-  int64_t batches_, columns_;
+  int64_t batches_;
   Sizes sizes_;
 };
 
-// inverse_length is used only where out's rows are scaled to length one.
-template <class In, class Pairs>
-void attention_forward(const Device& device, const Pairs& pairs, const Tensor& query, const Tensor& key,
-                       const Tensor& value, bool unit, const Tensor& out, const Tensor& inverse_length) {
-  const Launcher<In, Pairs> launcher(device, query, value);
-  const Tensor query_inverse = inverse_lengths<In>(device, query, pairs);
-  const Tensor key_inverse = inverse_lengths<In>(device, key, pairs.swapped());
-  // no values of the queries are read
-  launcher.weighted_sum(side_of<In>(query, query, query_inverse), side_of<In>(key, value, key_inverse), pairs, out,
-                        unit ? static_cast<Accumulator<In>*>(inverse_length.mutable_data_ptr()) : nullptr);
+// Rows as the kernels take them: those of 16 bits as tensor cores do, of at most kMaxMmaColumns columns in pieces of 16
+// bytes, or wider ones as float32. `widest` has the columns of query, key and value at most.
+inline Tensor tile_rows(const Tensor& x, int64_t widest) {
+  const bool is_16_bit = x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half;
+  if (!is_16_bit) return dense_rows(x);
+  if (widest > kMaxMmaColumns) return dense_rows(torch::stable::to(x, ScalarType::Float));
+  if ((x.size(3) <= 1 || x.stride(3) == 1) && aligned(rows_of<Half>(x), x.size(3))) return x;
+  Tensor pieces = empty_heads_last(x, x.size(0), x.size(1), x.size(2), round_up(x.size(3), kPiece));
+  torch::stable::zero_(pieces);
+  Tensor columns = torch::stable::narrow(pieces, 3, 0, x.size(3));
+  torch::stable::copy_(columns, x);
+  return pieces;
 }
 
-template <class In, class Pairs>
+// What the kernels write for `out`, in the form of rows that tile_rows gave: out itself where it has that form.
+class TileOutput {
+ public:
+  TileOutput(const Tensor& out, const Tensor& rows) : out_(out), tiles_(out) {
+    if (out.scalar_type() != rows.scalar_type() || out.size(3) != rows.size(3))
+      tiles_ = empty_heads_last(rows, out.size(0), out.size(1), out.size(2), rows.size(3));
+  }
+
+  const Tensor& tiles() const { return tiles_; }
+  // to out, what is not there yet
+  void copy() {
+    if (out_.scalar_type() == tiles_.scalar_type() && out_.size(3) == tiles_.size(3)) return;
+    torch::stable::copy_(out_, torch::stable::narrow(tiles_, 3, 0, out_.size(3)));
+  }
+
+ private:
+  Tensor out_, tiles_;
+};
+
+inline int64_t widest_of(const Tensor& query, const Tensor& value) {
+  const int64_t widest = std::max(query.size(3), value.size(3));
+  STD_TORCH_CHECK(widest <= kMaxColumns, "the CUDA kernels take query, key and value of at most ", kMaxColumns,
+                  " columns, got ", widest);
+  return widest;
+}
+
+// inverse_length is used only where out's rows are scaled to length one.
+template <class Pairs>
+void attention_forward(const Device& device, const Pairs& pairs, const Tensor& query, const Tensor& key,
+                       const Tensor& value, bool unit, const Tensor& out, const Tensor& inverse_length) {
+  const int64_t widest = widest_of(query, value);
+  const Tensor queries = tile_rows(query, widest), keys = tile_rows(key, widest), values = tile_rows(value, widest);
+  TileOutput output(out, values);
+  dispatch_floating(queries, [&](auto element) {
+    using In = decltype(element);
+    const Launcher<In, Pairs> launcher(device, queries, values);
+    const Tensor query_inverse = inverse_lengths<In>(device, queries, pairs);
+    const Tensor key_inverse = inverse_lengths<In>(device, keys, pairs.swapped());
+    // no values of the queries are read
+    launcher.weighted_sum(side_of<In>(queries, queries, query_inverse), side_of<In>(keys, values, key_inverse), pairs,
+                          output.tiles(),
+                          unit ? static_cast<Accumulator<In>*>(inverse_length.mutable_data_ptr()) : nullptr);
+  });
+  output.copy();
+}
+
+template <class Pairs>
 void attention_backward(const Device& device, const Pairs& pairs, const Tensor& grad, const Tensor& query,
                         const Tensor& key, const Tensor& value, const Tensor& grad_query, const Tensor& grad_key,
                         const Tensor& grad_value) {
-  const Launcher<In, Pairs> launcher(device, query, value);
-  const Tensor query_inverse = inverse_lengths<In>(device, query, pairs);
-  const Tensor key_inverse = inverse_lengths<In>(device, key, pairs.swapped());
-  const Side<In> queries = side_of<In>(query, grad, query_inverse), keys = side_of<In>(key, value, key_inverse);
-  launcher.gradients(keys, queries, pairs.swapped(), grad_key, grad_value);
-  launcher.gradient(queries, keys, pairs, grad_query);
+  const int64_t widest = widest_of(query, value);
+  const Tensor grads = tile_rows(grad, widest), queries = tile_rows(query, widest);
+  const Tensor keys = tile_rows(key, widest), values = tile_rows(value, widest);
+  TileOutput query_output(grad_query, queries), key_output(grad_key, keys), value_output(grad_value, values);
+  dispatch_floating(queries, [&](auto element) {
+    using In = decltype(element);
+    const Launcher<In, Pairs> launcher(device, queries, values);
+    const Tensor query_inverse = inverse_lengths<In>(device, queries, pairs);
+    const Tensor key_inverse = inverse_lengths<In>(device, keys, pairs.swapped());
+    const Side<In> query_side = side_of<In>(queries, grads, query_inverse);
+    const Side<In> key_side = side_of<In>(keys, values, key_inverse);
+    launcher.gradients(key_side, query_side, pairs.swapped(), key_output.tiles(), value_output.tiles());
+    launcher.gradient(query_side, key_side, pairs, query_output.tiles());
+  });
+  query_output.copy();
+  key_output.copy();
+  value_output.copy();
 }
 
 }  // namespace

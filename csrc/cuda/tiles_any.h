@@ -1,5 +1,5 @@
-// The kernels of tiled_attention.h for any dtype and size. A thread has n x kSide pairs of a tile, and as many elements
-// of every kTile columns of the sums.
+// The kernels of tiled_attention.h for rows of float32 and float64. A thread has n x kSide pairs of a tile, and as many
+// elements of every kTile columns of the sums.
 #pragma once
 
 #include "tiles.h"
@@ -8,6 +8,9 @@ namespace yoso {
 namespace {
 
 constexpr int kMaxColumns = 256;
+// n, for sums of so many columns
+template <int columns>
+constexpr int kPairRows = columns == kTile ? 8 : 4;
 
 // Where a thread's pairs are in a tile, and what weights are rounded to.
 template <int n>
@@ -36,14 +39,14 @@ __device__ __forceinline__ void load_factors(T* to, const T* factors, int64_t ba
 }
 
 // A side's rows, or values.
-template <class In>
-__device__ __forceinline__ TileSource<In> source_of(const Side<In>& side, const Rows<const In>& rows, int64_t columns) {
+template <class T>
+__device__ __forceinline__ TileSource<T> source_of(const Side<T>& side, const Rows<const T>& rows, int64_t columns) {
   return {rows, static_cast<int32_t>(columns), side.aligned};
 }
 
 // Loads kTile columns of kTile rows, or their transpose, scaled to unit rows or not.
-template <bool transposed, int threads, class T, class In>
-__device__ __forceinline__ void load_rows(const TileSource<In>& source, const Block& block, int64_t first,
+template <bool transposed, int threads, class T>
+__device__ __forceinline__ void load_rows(const TileSource<T>& source, const Block& block, int64_t first,
                                           int32_t column, const T* factors, bool unit, Tile<T>& to) {
   const auto row = [&](int r) {
     return factors[r] == kMasked ? nullptr : source.rows.at(block.batch, block.head, first + r);
@@ -52,10 +55,9 @@ __device__ __forceinline__ void load_rows(const TileSource<In>& source, const Bl
 }
 
 // out = mine . others
-template <class T, class In, int n>
-__device__ __forceinline__ void multiply_rows(Shared<T>& shared, const TileSource<In>& mine,
-                                              const TileSource<In>& others, const Block& block, int64_t first_other,
-                                              bool unit, T (&out)[n][kSide]) {
+template <class T, int n>
+__device__ __forceinline__ void multiply_rows(Shared<T>& shared, const TileSource<T>& mine, const TileSource<T>& others,
+                                              const Block& block, int64_t first_other, bool unit, T (&out)[n][kSide]) {
   for_elements<n>([&](int r, int c) { out[r][c] = 0; });
   for (int32_t column = 0; column < mine.columns; column += kTile) {
     // what was there has been read, and the factors are there
@@ -77,9 +79,9 @@ __device__ __forceinline__ void take_versines(const T (&cosines)[n][kSide], T (&
 }
 
 // sums += weights others
-template <int column_tiles, class T, class In, int n>
+template <int column_tiles, class T, int n>
 __device__ __forceinline__ void add_weighted(Shared<T>& shared, const T (&weights)[n][kSide],
-                                             const TileSource<In>& others, const Block& block, int64_t first_other,
+                                             const TileSource<T>& others, const Block& block, int64_t first_other,
                                              bool unit, T (&sums)[column_tiles][n][kSide]) {
   __syncthreads();
   store_elements(weights, shared.left);
@@ -95,11 +97,9 @@ __device__ __forceinline__ void add_weighted(Shared<T>& shared, const T (&weight
 }
 
 // out = the sum of the others' values by the weights. With a place for inverse lengths: of length one.
-template <class In, int n, int column_tiles, class Pairs>
+template <class T, int n, int column_tiles, class Pairs>
 __global__ void __launch_bounds__(kThreadsFor<n>)
-    weighted_sum_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out,
-                        Accumulator<In>* inverse_length) {
-  using T = Accumulator<In>;
+    weighted_sum_kernel(Side<T> mine, Side<T> others, Sizes sizes, Pairs pairs, Rows<T> out, T* inverse_length) {
   auto& shared = *shared_memory<Shared<T>>();
   const Block block(sizes.heads, mine.count);
   load_factors<kThreadsFor<n>>(shared.my_factors, mine.factors, block.batch_head, block.first, mine.count);
@@ -135,17 +135,16 @@ __global__ void __launch_bounds__(kThreadsFor<n>)
     for (int i = 0; i < column_tiles * kSide; ++i) {
       const int64_t column = i / kSide * kTile + my_column(i % kSide);
       if (row < mine.count && column < sizes.value_columns)
-        out.at(block.batch, block.head, row)[column] = static_cast<In>(sums[i / kSide][r][i % kSide] * scale);
+        out.at(block.batch, block.head, row)[column] = sums[i / kSide][r][i % kSide] * scale;
     }
   }
 }
 
 // out = the gradient of my rows: the sum of the others' rows by slope times product of values, taken through the
 // scaling of my rows to length one
-template <class In, int n, int column_tiles, class Pairs>
+template <class T, int n, int column_tiles, class Pairs>
 __global__ void __launch_bounds__(kThreadsFor<n>)
-    gradient_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out) {
-  using T = Accumulator<In>;
+    gradient_kernel(Side<T> mine, Side<T> others, Sizes sizes, Pairs pairs, Rows<T> out) {
   auto& shared = *shared_memory<Shared<T>>();
   const Block block(sizes.heads, mine.count);
   load_factors<kThreadsFor<n>>(shared.my_factors, mine.factors, block.batch_head, block.first, mine.count);
@@ -154,7 +153,7 @@ __global__ void __launch_bounds__(kThreadsFor<n>)
   for (int64_t first = range.begin; first < range.end; first += kTile) {
     __syncthreads();
     load_factors<kThreadsFor<n>>(shared.other_factors, others.factors, block.batch_head, first, others.count);
-    const TileSource<In> other_rows = source_of(others, others.rows, sizes.columns);
+    const TileSource<T> other_rows = source_of(others, others.rows, sizes.columns);
     T cosines[n][kSide], weights[n][kSide], products[n][kSide];
     multiply_rows(shared, source_of(mine, mine.rows, sizes.columns), other_rows, block, first, true, cosines);
     take_versines(cosines, weights);
@@ -169,10 +168,10 @@ __global__ void __launch_bounds__(kThreadsFor<n>)
   for (int r = 0; r < n; ++r) {
     const int64_t row = block.first + my_row<n>(r);
     const T factor = shared.my_factors[my_row<n>(r)];
-    const In* from = mine.rows.at(block.batch, block.head, row);
+    const T* from = mine.rows.at(block.batch, block.head, row);
     const auto unit = [&](int64_t column) -> T {
       if (factor == kMasked || column >= sizes.columns) return 0;
-      return static_cast<T>(from[column]) * factor;
+      return from[column] * factor;
     };
     T along = 0;
 #pragma unroll
@@ -183,8 +182,8 @@ __global__ void __launch_bounds__(kThreadsFor<n>)
     for (int i = 0; i < column_tiles * kSide; ++i) {
       const int64_t column = i / kSide * kTile + my_column(i % kSide);
       if (row < mine.count && column < sizes.columns)
-        out.at(block.batch, block.head, row)[column] = static_cast<In>(
-            factor == kMasked ? 0 : (sums[i / kSide][r][i % kSide] - along * unit(column)) * factor * scale);
+        out.at(block.batch, block.head, row)[column] =
+            factor == kMasked ? 0 : (sums[i / kSide][r][i % kSide] - along * unit(column)) * factor * scale;
     }
   }
 }

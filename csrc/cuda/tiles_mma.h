@@ -13,6 +13,8 @@ namespace {
 
 constexpr int kWarpRows = 16;
 constexpr int kMaxMmaColumns = 128;
+template <class In>
+constexpr bool kIsForTensorCores = sizeof(In) == 2;
 // 16-bit elements in 16 bytes, which a row in shared memory has more than it needs: against bank conflicts
 constexpr int kPiece = 8;
 // see add_weighted_mma
