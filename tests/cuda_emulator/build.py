@@ -33,10 +33,10 @@ ROOT = HERE.parent.parent
 COMPILER, NVCC = shutil.which("g++"), shutil.which("nvcc")
 AVAILABLE = COMPILER is not None and NVCC is not None and platform.machine() == "x86_64"
 # fast enough to run, and quick to compile; sums and products are not contracted, as nvcc has decided which are
-FLAGS = ["-std=c++20", "-Og", "-march=native", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing"]
-FLAGS += ["-fPIC", "-fvisibility=hidden", f"-I{HERE}"]
-NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-# with setup.py's others
+FLAGS = ["-std=c++20", "-Og", "-fira-algorithm=priority", "-march=native", "-ffp-contract=off", "-fwrapv"]
+FLAGS += ["-fno-strict-aliasing", "-fPIC", "-fvisibility=hidden", f"-I{HERE}"]
+NVCC_FLAGS = ["-std=c++20", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+# with setup.py's others, but for -O3, which is for what launches the kernels
 KERNEL_FLAGS = [*NVCC_FLAGS, "-lineinfo", "-Xptxas", "-v"]
 KERNEL_FLAGS += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DYOSO_CUDA_EMULATOR"]
 
@@ -72,7 +72,7 @@ def build(target: Path, arch: int = 90, kernels: Sequence[str] = ("*",)) -> str:
         program, translated, kernels = (folder / name for name in ("program.o", "kernels.cpp", "kernels.o"))
         command = [NVCC, "-c", str(source), "-o", str(program), f"-DYOSO_EMULATOR_ARCH={arch}", *includes]
         if source.suffix == ".cpp":
-            run(*command, *NVCC_FLAGS)
+            run(*command, *NVCC_FLAGS, "-O3")
             return [str(program)], ""
         architecture = f"-gencode=arch=compute_{arch},code=[compute_{arch},sm_{arch}]"
         log = run(*command, *KERNEL_FLAGS, architecture, "--keep", "--keep-dir", str(folder))
