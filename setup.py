@@ -4,15 +4,17 @@ Environment:
     YOSO_CUDA        0: leave csrc/cuda out; 1: build it, and fail when nvcc is missing; unset: build it where nvcc is
                      found and torch has CUDA
     YOSO_CUDA_ARCHS  architectures for nvcc, default "80;86;89;90"; PTX of the newest is added for later GPUs
-    CXX, MAX_JOBS    the usual meaning
+    CXX, MAX_JOBS    the usual meaning; of C++ and of CUDA, so many files each are compiled at a time
 """
 
+import math
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -104,18 +106,34 @@ class BuildExtension(cpp_extension.BuildExtension):
             setattr(self.compiler, linker, [part for part in command if not part.startswith("-Wl,-rpath")])
         sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/cuda/*.cu"))
         cuda = find_cuda() if sources else None
-        if cuda is not None:
-            self.compile_cuda(self.extensions[0], cuda, sources)
-        super().build_extensions()
+        if cuda is None:
+            super().build_extensions()
+            return
+        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        pool = ThreadPoolExecutor(max_workers=jobs)
+        compiled = pool.map(self.cuda_compiler(cuda, math.ceil(jobs / len(sources))), sources)
+        link = self.compiler.link_shared_object
+        # the compiler's files are compiled meanwhile
+        self.compiler.link_shared_object = lambda objects, *args, **options: link(
+            [*objects, *compiled], *args, **options
+        )
+        (extension,) = self.extensions
+        extension.library_dirs += [str(cuda / "lib64"), str(cuda / "targets" / "x86_64-linux" / "lib")]
+        extension.extra_link_args += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+        try:
+            super().build_extensions()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-    def compile_cuda(self, extension, cuda: Path, sources: list[str]):
+    def cuda_compiler(self, cuda: Path, threads: int) -> Callable[[str], str]:
+        """A function that compiles a source, for so many architectures at a time, and returns the object's name."""
         archs = os.environ.get("YOSO_CUDA_ARCHS", "80;86;89;90").replace(".", "").split(";")
         # as numbers; 90a and 100f are architectures too
         archs.sort(key=lambda arch: (len(arch.rstrip("af")), arch))
         gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
         gencode.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
         includes = [f"-I{path}" for path in cpp_extension.include_paths()]
-        flags = ["-std=c++20", "-O3", TORCH_TARGET, "-Xcompiler"]
+        flags = ["-std=c++20", "-O3", TORCH_TARGET, f"--threads={threads}", "-Xcompiler"]
         flags.append(",".join(["-fPIC", "-fvisibility=hidden", *PREFIX_MAPS]))
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
 
@@ -125,11 +143,7 @@ class BuildExtension(cpp_extension.BuildExtension):
             subprocess.run(command, cwd=ROOT, check=True)
             return target
 
-        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
-        with ThreadPoolExecutor(max_workers=jobs) as pool:
-            extension.extra_objects += pool.map(compile_one, sources)
-        extension.library_dirs += [str(cuda / "lib64"), str(cuda / "targets" / "x86_64-linux" / "lib")]
-        extension.extra_link_args += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+        return compile_one
 
     def get_outputs(self):
         # an extension that was left out has no file
