@@ -113,7 +113,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         pool = ThreadPoolExecutor(max_workers=jobs)
         compiled = pool.map(self.cuda_compiler(cuda, math.ceil(jobs / len(sources))), sources)
         link = self.compiler.link_shared_object
-        # the compiler's files are compiled meanwhile
+        # C++ is compiled meanwhile
         self.compiler.link_shared_object = lambda objects, *args, **options: link(
             [*objects, *compiled], *args, **options
         )

@@ -303,8 +303,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
     for (int f = 0; f < kThreadFunctions; ++f) codes[r][f] = 0;
 #pragma unroll 1
   for (int bit = problem.hash_code_len - 1; bit >= 0; --bit) {
-    const float* all =
-        problem.parameters + ((head * problem.hash_code_len + bit) * problem.num_hash + first_function) * D;
+    const float* all = problem.parameters +
+                       ((head * problem.hash_code_len + bit) * problem.num_hash + first_function) * D;
     T sum[kThreadRows][kThreadFunctions];
 #pragma unroll
     for (int r = 0; r < kThreadRows; ++r)
@@ -404,8 +404,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   uint32_t codes[kRowTiles][kFunctionTiles][4] = {};
 #pragma unroll 1
   for (int bit = problem.hash_code_len - 1; bit >= 0; --bit) {
-    const float* all =
-        problem.parameters + ((head * problem.hash_code_len + bit) * problem.num_hash + first_function) * problem.D;
+    const float* all = problem.parameters +
+                       ((head * problem.hash_code_len + bit) * problem.num_hash + first_function) * problem.D;
     float sums[kRowTiles][kFunctionTiles][4] = {};
 #pragma unroll 1
     for (int first = 0; first < D; first += kColumns) {

@@ -24,8 +24,9 @@ constexpr int kPadding = 128;
 
 // words [B * H, words, length + kPadding] of codes [B, H, m, N]; what is no code becomes filler
 template <class Code>
-__global__ void __launch_bounds__(kRowThreads) pack_codes_kernel(const Code* codes, WordLayout layout, int num_hash,
-                                                                 int length, uint32_t filler, uint32_t* words) {
+__global__ void __launch_bounds__(kRowThreads)
+    pack_codes_kernel(const Code* codes, WordLayout layout, int num_hash, int length, uint32_t filler,
+                      uint32_t* words) {
   const int padded = length + kPadding, blocks = (padded + kRowThreads - 1) / kRowThreads;
   const int row = blockIdx.x % blocks * kRowThreads + threadIdx.x, line = blockIdx.x / blocks;
   const int word = line % layout.words, head = line / layout.words;
@@ -71,7 +72,9 @@ struct NearPairs {
   WordLayout layout;
   int num_hash, length, window;
 
-  NearPairs swapped() const { return {other_codes, my_codes, other_words, my_words, layout, num_hash, length, window}; }
+  NearPairs swapped() const {
+    return {other_codes, my_codes, other_words, my_words, layout, num_hash, length, window};
+  }
 
   __device__ bool is_real(int64_t batch_head, int64_t row) const {
     return static_cast<uint32_t>(my_codes[batch_head * num_hash * length + row]) < (1u << layout.tau);
@@ -149,14 +152,8 @@ void with_near_pairs(const Device& device, const Tensor& query_codes, const Tens
   const auto data = [](const Tensor& words) { return static_cast<const uint32_t*>(words.const_data_ptr()); };
   // no two rows are further apart than the length, of which twice fits 32 bits
   STD_TORCH_CHECK(length <= INT32_MAX / 2 - kPadding, "too many rows for a window: ", length);
-  f(NearPairs{{query_codes.const_data_ptr(), wide},
-              {key_codes.const_data_ptr(), wide},
-              data(query_words),
-              data(key_words),
-              layout,
-              num_hash,
-              length,
-              static_cast<int>(window < length ? window : length)});
+  f(NearPairs{{query_codes.const_data_ptr(), wide}, {key_codes.const_data_ptr(), wide}, data(query_words),
+              data(key_words), layout, num_hash, length, static_cast<int>(window < length ? window : length)});
 }
 
 Tensor local_attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& query_codes,

@@ -170,19 +170,19 @@ inline Tensor tile_rows(const Tensor& x, int64_t widest) {
 // What the kernels write for `out`, in the form of rows that tile_rows gave: out itself where it has that form.
 class TileOutput {
  public:
-  TileOutput(const Tensor& out, const Tensor& rows) : out_(out), tiles_(out) {
-    if (out.scalar_type() != rows.scalar_type() || out.size(3) != rows.size(3))
-      tiles_ = empty_heads_last(rows, out.size(0), out.size(1), out.size(2), rows.size(3));
-  }
+  TileOutput(const Tensor& out, const Tensor& rows)
+      : copies_(out.scalar_type() != rows.scalar_type() || out.size(3) != rows.size(3)),
+        out_(out),
+        tiles_(copies_ ? empty_heads_last(rows, out.size(0), out.size(1), out.size(2), rows.size(3)) : out) {}
 
   const Tensor& tiles() const { return tiles_; }
   // to out, what is not there yet
   void copy() {
-    if (out_.scalar_type() == tiles_.scalar_type() && out_.size(3) == tiles_.size(3)) return;
-    torch::stable::copy_(out_, torch::stable::narrow(tiles_, 3, 0, out_.size(3)));
+    if (copies_) torch::stable::copy_(out_, torch::stable::narrow(tiles_, 3, 0, out_.size(3)));
   }
 
  private:
+  bool copies_;
   Tensor out_, tiles_;
 };
 

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kWarpRows = 16;
 constexpr int kMaxMmaColumns = 128;
+// whether rows are multiplied there
 template <class In>
 constexpr bool kIsForTensorCores = sizeof(In) == 2;
 // 16-bit elements in 16 bytes, which a row in shared memory has more than it needs: against bank conflicts
