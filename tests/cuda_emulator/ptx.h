@@ -2,6 +2,7 @@
 // integers wrap (-fwrapv).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
@@ -122,7 +123,10 @@ PTX_INLINE float fused_multiply_add_down(float x, float y, float z) {
   const float sum = std::fma(x, y, z);
   return double{x} * y < double{sum} - z ? std::nextafter(sum, -std::numeric_limits<float>::infinity()) : sum;
 }
-PTX_INLINE float power_of_two(float x) { return std::exp2(x); }
+template <class T>
+PTX_INLINE T power_of_two(T x) {
+  return std::exp2(x);
+}
 // in 0..1, and 0 for what is not a number
 PTX_INLINE float saturated(float x) { return x > 0 ? std::fmin(x, 1.0f) : 0; }
 template <class T>
@@ -136,6 +140,13 @@ PTX_INLINE T reciprocal(T x) {
 template <class T>
 PTX_INLINE T reciprocal_square_root(T x) {
   return 1 / std::sqrt(x);
+}
+// What an instruction that approximates may give: the PTX ISA allows each of them an error of 2^-23 of the number, or
+// more. Powers of two are exact, as on hardware; how large another's error is, its bits decide.
+PTX_INLINE float approximation(double exact) {
+  const uint32_t bits = std::bit_cast<uint32_t>(static_cast<float>(exact));
+  const auto part = static_cast<int32_t>(bits % (1 << 23) * 2654435761u) * 0x1p-31;
+  return static_cast<float>(exact * (1 + part * 0x1p-24));
 }
 // a zero of the same sign for a denormal number
 template <class T>
@@ -281,6 +292,27 @@ std::array<uint32_t, 4> load_matrices(const uint16_t* row, int operation) {
   });
 }
 
+// The sum, as GPUs are known to add: numbers are cut to multiples of one that is below the last bit of the largest, and
+// the sum to a float32.
+inline float sum_on_tensor_cores(const float (&numbers)[17]) {
+  constexpr uint32_t kInfinite = 0x7F800000, kMantissaBits = 23;
+  uint32_t largest = 0;
+  for (const float x : numbers) largest = std::max(largest, std::bit_cast<uint32_t>(x) & ~(1u << 31));
+  if (largest >= kInfinite) {
+    float sum = 0;
+    for (const float x : numbers) sum += x;
+    return sum;
+  }
+  // to less than 2^25
+  const uint32_t exponent = std::min(2 * 127 + 24 - (largest >> kMantissaBits), 2 * 127u);
+  const float scale = std::bit_cast<float>(exponent << kMantissaBits);
+  int32_t sum = 0;
+  for (const float x : numbers) sum += static_cast<int32_t>(x * scale);
+  const double exact = double{1} * sum / scale;
+  const auto nearest = static_cast<float>(exact);
+  return std::fabs(nearest) > std::fabs(exact) ? std::nextafter(nearest, 0.0f) : nearest;
+}
+
 // c plus the product of a 16 x 16 and a 16 x 8 matrix. Element (i, k) of the first is of lane 4 (i % 8) + k % 8 / 2, in
 // register i / 8 + 2 (k / 8); (k, j) of the second of lane 4 j + k % 8 / 2, in register k / 8; (i, j) of c and of the
 // result of lane 4 (i % 8) + j / 2, in register 2 (i / 8) + j % 2.
@@ -314,9 +346,10 @@ std::array<float, 4> multiply_matrices(const std::array<uint32_t, 4>& a, const s
     }
     std::array<float, 4> result;
     for (unsigned r = 0; r < 4; ++r) {
-      float sum = c[r];
-      for (unsigned k = 0; k < 16; ++k) sum += left[r / 2][k] * right[r % 2][k];
-      result[r] = sum;
+      float numbers[17];
+      for (unsigned k = 0; k < 16; ++k) numbers[k] = left[r / 2][k] * right[r % 2][k];
+      numbers[16] = c[r];
+      result[r] = sum_on_tensor_cores(numbers);
     }
     return result;
   });

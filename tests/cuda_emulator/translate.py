@@ -4,6 +4,7 @@ Every instruction becomes a statement that does what the PTX ISA says of it. One
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,14 @@ TOKEN = re.compile(
     r"|(?P<statement>[^;{}]*(?:\{[^{}]*\}[^;{}]*)*);)"
 )
 ENTRY = re.compile(r"\.entry (?P<name>\w+)\((?P<parameters>[^)]*)\)(?P<limits>[^{]*)\{")
+REGISTER = re.compile(r"%\w+")
+# of floats, without a rounding; or the end of a stretch
+PRODUCT_OR_SUM = re.compile(
+    r"(?P<guard>@!?%\w+\s+)?\b(?P<operation>mul|add|sub)\.(?P<kind>f32|f64)\s+"
+    r"(?P<to>%\w+), (?P<first>\S+), (?P<second>\S+);|\bbra\b|\$\w+:"
+)
+# what an instruction sets
+SET = re.compile(r"[\w.]\s+(\{[^}]*\}|%\w+),")
 PARAMETER = re.compile(r"\.param (?:\.align (\d+) )?\.\w(\d+) (\w+)(?:\[(\d+)\])?")
 
 
@@ -244,6 +253,9 @@ class Function:
         arguments = [self.value(operand, kind) for operand in operands[1:]]
         if "ftz" in modifiers:
             arguments = [f"flushed({argument})" for argument in arguments]
+        if "approx" in modifiers and kind == "float":
+            # of double, the others are first guesses, of which nvcc's code makes exact results
+            return self.assign(operands[0], f"approximation({function}(double{{{arguments[0]}}}))", kind)
         return self.assign(operands[0], f"{function}({', '.join(arguments)})", result)
 
     # The others, by the names of instructions.
@@ -393,6 +405,48 @@ class Function:
         return self.set_from(call, vector(operands[0]), "float")
 
 
+def contract(body: str) -> str:
+    """Do what ptxas does: a product that only one sum takes is not rounded, unless the instruction says how.
+
+    Of those in one stretch of instructions, before anything changes their factors.
+    """
+    uses = Counter(REGISTER.findall(body))
+    products: dict[str, re.Match[str]] = {}
+    edits: list[tuple[int, int, str]] = []
+    for match in PRODUCT_OR_SUM.finditer(body):
+        if match["to"] is None:
+            # a branch or a label
+            products.clear()
+        if match["to"] is None or match["guard"]:
+            continue
+        operands = (match["first"], match["second"])
+        if match["operation"] == "mul":
+            if uses[match["to"]] == 2:
+                products[match["to"]] = match
+            continue
+        register = next((x for x in operands if x in products), None)
+        if register is None:
+            continue
+        product, added = products.pop(register), operands[operands[0] == register]
+        kind, factors = match["kind"], [product["first"], product["second"]]
+        set_between = SET.findall(body, product.end(), match.start())
+        if product["kind"] != kind or {*factors} & {*REGISTER.findall(" ".join(set_between))}:
+            continue
+        negated = ""
+        if match["operation"] == "sub":
+            # the product's register is free
+            negative = factors[0] if operands[1] == register else added
+            negated = f"neg.{kind} {register}, {negative}; "
+            factors[0], added = (register, added) if operands[1] == register else (factors[0], register)
+        edits.append((*product.span(), ""))
+        edits.append((*match.span(), f"{negated}fma.rn.{kind} {match['to']}, {', '.join(factors)}, {added};"))
+    parts, end = [], 0
+    for start, stop, text in sorted(edits):
+        parts += [body[end:start], text]
+        end = stop
+    return "".join([*parts, body[end:]])
+
+
 def lay_out(parameters: str) -> tuple[dict[str, int], list[tuple[int, int]]]:
     """Where a kernel's parameters lie: offsets by name, and the offset and size of each in bytes."""
     offsets, sizes, end = {}, [], 0
@@ -433,7 +487,7 @@ def translate(ptx: str) -> str:
             depth += 1 if brace[0] == "{" else -1
             end = brace.end()
         function = Function(shared | symbols, files)
-        function.translate(ptx[entry.end() : end - 1])
+        function.translate(contract(ptx[entry.end() : end - 1]))
         threads = re.search(r"\.maxntid (\d+)", entry["limits"])
         layout = ", ".join(f"{{{offset}, {size}}}" for offset, size in sizes)
         stretches = ", ".join(map(str, function.stretches))
