@@ -223,17 +223,20 @@ __device__ __forceinline__ void add_weighted_mma(const float (&weights)[n][4], c
   add_rounded<columns>(rounded, others, sums);
 }
 
-// 1 - |cosine|, of the products of rows.
+// 1 - |cosine|, of the products of rows. Rounded to multiples of 2^-21, as the sum with kWhole is: half of one is more
+// than what factors and a product are rounded by, so that rows of the same direction have 0. The root of what was
+// rounded off would be far more.
 template <class Place, int n>
 __device__ __forceinline__ void take_versines(const float (&products)[n][4], const float* my_factors,
                                               const float* other_factors, float (&versines)[n][4]) {
+  constexpr float kWhole = 4;
 #pragma unroll
   for (int i = 0; i < n * 4; ++i) {
     // what is too large for a float, or the difference of two such: of a row whose inverse length is 0
     const float size = fminf(fabsf(products[i / 4][i % 4]), FLT_MAX);
     // one after the other: both together may leave the range of float32
-    versines[i / 4][i % 4] =
-        1 - size * other_factors[Place::other(i / 4, i % 4)] * my_factors[Place::row(i / 4, i % 4)];
+    const float scaled = size * other_factors[Place::other(i / 4, i % 4)];
+    versines[i / 4][i % 4] = fmaf(-scaled, my_factors[Place::row(i / 4, i % 4)], 1 + kWhole) - kWhole;
   }
 }
 
