@@ -11,6 +11,9 @@ namespace yoso {
 namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / kWarp;
+// Steps after which the sums so far are put aside: what is rounded off a sum is in proportion to it, so that a few long
+// sums lose less than one of all.
+constexpr int32_t kStepsOfSum = 16;
 // rows by hash functions that a launch has at most, unless one head has more
 constexpr int64_t kRowsAtOnce = int64_t{1} << 26;
 // blocks that a multiprocessor has at a time: with more, registers would be spilled
@@ -65,6 +68,12 @@ struct TaskOf {
   using MetOther = std::conditional_t<task == Task::kKeys, T, In>;
   using Sum = std::conditional_t<task == Task::kOutput, T, In>;
 };
+
+// The sums that a lane has.
+template <Task task>
+constexpr int kLaneSums = task == Task::kOutput    ? kLaneColumns + 1
+                          : task == Task::kQueries ? kLaneColumns
+                                                   : 2 * kLaneColumns + 1;
 
 // Where the sums of rows, of values or gradients, and of numbers go, as far as the task has them.
 template <class In, Task task>
@@ -262,6 +271,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
   const Numbers<T> my_numbers = mine.numbers[my_place];
 
   T row_sums[kLaneColumns] = {}, other_sums[kLaneColumns] = {}, number_sum = 0;
+  // in shared memory, since registers are short; few rows meet so many others
+  bool has_put_aside = false;
+  const auto for_sums = [&](const auto& f) {
+    T* aside = shared_memory<T>() + threadIdx.x;
+    const auto next = [&](T& sum) {
+      f(sum, *aside);
+      aside += kThreads;
+    };
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; ++c) {
+      if constexpr (adds_rows) next(row_sums[c]);
+      if constexpr (adds_others) next(other_sums[c]);
+    }
+    if constexpr (adds_others) next(number_sum);
+  };
   for (int32_t first_hash = 0; first_hash < sizes.num_hash; first_hash += kWarp) {
     Meeting meeting = {0, 0, 1};
     if (first_hash + lane < sizes.num_hash)
@@ -276,6 +300,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
     const int32_t* order = met.order + (int64_t{head} * sizes.num_hash + first_hash) * met.count;
 
     for (int32_t base = 0; base < total; base += kSteps * kGroups) {
+      if (base > 0 && base % (kStepsOfSum * kSteps * kGroups) == 0) {
+        for_sums([&](T& sum, T& aside) {
+          aside = has_put_aside ? aside + sum : sum;
+          sum = 0;
+        });
+        has_put_aside = true;
+      }
       // lane i of a group knows what the group takes in step i, as do those that are i modulo kSteps
       const int32_t my_slot = base + lane % kSteps * kGroups + group;
       const bool exists = my_slot < total;
@@ -346,6 +377,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
     }
   }
 
+  if (has_put_aside) for_sums([](T& sum, const T& aside) { sum += aside; });
   if constexpr (adds_rows)
     write_sums<kLanes, aligned>(row_sums, columns, out.rows.at(batch, head_of_batch, row) + column);
   if constexpr (adds_others) {
@@ -474,7 +506,8 @@ class Remainders {
   void add(int64_t heads, const typename TaskOf<In, task>::Mine& mine, const typename TaskOf<In, task>::Met& met,
            const Sums<In, task>& sums) const {
     const auto start = [&](auto kernel) {
-      launch(device_, kernel, heads * divide_up(mine.count, kWarps), kThreads, 0, sizes_, mine, met, sums);
+      launch(device_, kernel, heads * divide_up(mine.count, kWarps), kThreads, kLaneSums<task> * kThreads * sizeof(T),
+             sizes_, mine, met, sums);
     };
     // float64 is there to be right
     if constexpr (sizeof(In) < 8) {
