@@ -58,6 +58,31 @@ __device__ __forceinline__ void multiply_tiles(const Tile<T>& left, const Tile<T
   }
 }
 
+// elements += left right, for cosines, whose distance from 1 is what counts: of kSide products at a time, since what is
+// rounded off a sum is in proportion to it. One more addition for every kSide multiplications.
+template <class T, int n>
+__device__ __forceinline__ void multiply_tiles_in_parts(const Tile<T>& left, const Tile<T>& right,
+                                                        T (&elements)[n][kSide]) {
+#pragma unroll 1
+  for (int inner = 0; inner < kTile; inner += kSide) {
+    T b[kSide][kSide];
+#pragma unroll
+    for (int i = 0; i < kSide; ++i) load(right[inner + i] + my_column(0), b[i]);
+#pragma unroll
+    for (int r = 0; r < n; ++r) {
+      T a[kSide];
+      load(left[my_row<n>(r)] + inner, a);
+#pragma unroll
+      for (int c = 0; c < kSide; ++c) {
+        T part = 0;
+#pragma unroll
+        for (int i = 0; i < kSide; ++i) part += a[i] * b[i][c];
+        elements[r][c] += part;
+      }
+    }
+  }
+}
+
 template <class T, int n>
 __device__ __forceinline__ void store_elements(const T (&elements)[n][kSide], Tile<T>& to) {
 #pragma unroll

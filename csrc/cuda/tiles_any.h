@@ -65,7 +65,10 @@ __device__ __forceinline__ void multiply_rows(Shared<T>& shared, const TileSourc
     load_rows<false, kThreadsFor<n>>(mine, block, block.first, column, shared.my_factors, unit, shared.left);
     load_rows<true, kThreadsFor<n>>(others, block, first_other, column, shared.other_factors, unit, shared.right);
     __syncthreads();
-    multiply_tiles<false>(shared.left, shared.right, out);
+    if (unit)
+      multiply_tiles_in_parts(shared.left, shared.right, out);
+    else
+      multiply_tiles<false>(shared.left, shared.right, out);
   }
 }
 
