@@ -110,13 +110,15 @@ __device__ __forceinline__ void load_tile(const TileSource<In>& source, const Ro
     // neighbours store to neighbours
     const int r = transposed ? i % kTile : i / pieces;
     const int column = (transposed ? i / kTile : i % pieces) * kLaneColumns;
-    const In* from = row(r);
-    const int columns = from == nullptr ? 0 : columns_of_lane(source.columns, first + column);
-    In part[kLaneColumns];
-    if (source.aligned)
-      load_columns<true>(from + first + column, columns, part);
-    else
-      load_columns<false>(from + first + column, columns, part);
+    In part[kLaneColumns] = {};
+    // no address is computed from what points nowhere: a compiler may take that as proof that it points to a row
+    if (const In* from = row(r); from != nullptr) {
+      const int columns = columns_of_lane(source.columns, first + column);
+      if (source.aligned)
+        load_columns<true>(from + first + column, columns, part);
+      else
+        load_columns<false>(from + first + column, columns, part);
+    }
     T wide[kLaneColumns];
     widen(part, wide);
     const T times = weight(r);
