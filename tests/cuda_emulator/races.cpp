@@ -3,8 +3,8 @@
 // The emulator's own order hides these; a GPU's may not.
 //
 // Shuffles, votes and matrix products order nothing here: CUDA promises that of __syncwarp and
-// __syncthreads only. Two writes race also where both write the same, and where they are atomic: the order of sums
-// would be one of chance.
+// __syncthreads only. Two writes race also where both write the same, and where they are atomic additions: the order of
+// sums would be one of chance. Additions of integers, which need no order, race with all but each other.
 #include <cstdio>
 #include <memory>
 #include <unordered_map>
@@ -40,32 +40,38 @@ struct Moment {
   }
 };
 
-// The last write, and the reads that nothing has ordered before the last of them: who else read, apart from it.
-struct Record {
-  Moment write, read;
+// Of accesses that do not race with each other, those that nothing has ordered before the last of them: who else was
+// there, apart from it.
+struct Accesses {
+  Moment last;
   bool other_blocks = false, other_warps = false, other_lanes = false;
 
-  void note_read(const Moment& now) {
-    if (read.launch != now.launch || (!other_blocks && read.serial == now.serial && read.barriers < now.barriers)) {
+  void note(const Moment& now) {
+    if (last.launch != now.launch || (!other_blocks && last.serial == now.serial && last.barriers < now.barriers)) {
       other_blocks = other_warps = other_lanes = false;
-    } else if (read.serial != now.serial) {
+    } else if (last.serial != now.serial) {
       other_blocks = true;
-    } else if (read.warp() != now.warp()) {
+    } else if (last.warp() != now.warp()) {
       other_warps = true;
-    } else if (read.syncs < now.syncs) {
+    } else if (last.syncs < now.syncs) {
       other_lanes = false;
-    } else if (read.thread != now.thread) {
+    } else if (last.thread != now.thread) {
       other_lanes = true;
     }
-    read = now;
+    last = now;
   }
-  bool reads_are_before(const Moment& now) const {
-    if (read.launch != now.launch) return read.launch < now.first_running;
-    if (other_blocks || read.serial != now.serial) return false;
-    if (read.barriers < now.barriers) return true;
-    if (other_warps || read.warp() != now.warp()) return false;
-    return read.syncs < now.syncs || (!other_lanes && read.thread == now.thread);
+  bool are_before(const Moment& now) const {
+    if (last.launch != now.launch) return last.launch < now.first_running;
+    if (other_blocks || last.serial != now.serial) return false;
+    if (last.barriers < now.barriers) return true;
+    if (other_warps || last.warp() != now.warp()) return false;
+    return last.syncs < now.syncs || (!other_lanes && last.thread == now.thread);
   }
+};
+
+struct Record {
+  Moment write;
+  Accesses reads, additions;
 };
 
 using Page = Record[kPage / kGrain];
@@ -83,29 +89,32 @@ Record& record_of(uintptr_t address) {
   return last[address % kPage / kGrain];
 }
 
-[[noreturn]] void report(const char* what, const Moment& before, const char* place) {
-  std::fprintf(stderr, "CUDA emulator: %s, before at %s by thread %u\n", what, before.place, before.thread);
+[[noreturn]] void report(const char* what, const char* after, const Moment& before, const char* place) {
+  std::fprintf(stderr, "CUDA emulator: %s after %s, before at %s by thread %u\n", what, after, before.place,
+               before.thread);
   fail("a race", place);
 }
 
 void on_access(Access access, const void* address, size_t bytes, const char* place) {
-  const bool write = access != Access::kRead;
+  const bool reads = access == Access::kRead, adds = access == Access::kAddInteger;
+  const char* const what = reads ? "read" : adds ? "addition" : "write";
   const Moment now = Moment::now(place);
   const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
   for (uintptr_t grain = begin / kGrain; grain * kGrain < begin + bytes; ++grain) {
     Record& record = record_of(grain * kGrain);
     // another block's shared memory is not this one's
-    if (is_shared(address)) {
-      if (record.write.serial != now.serial) record.write = {};
-      if (record.read.serial != now.serial) record.read = {};
-    }
-    if (!record.write.is_before(now))
-      report(write ? "write after write" : "read after write", record.write, place);
-    if (write) {
-      if (!record.reads_are_before(now)) report("write after read", record.read, place);
-      record.write = now;
+    if (is_shared(address))
+      for (Moment* before : {&record.write, &record.reads.last, &record.additions.last})
+        if (before->serial != now.serial) *before = {};
+    if (!record.write.is_before(now)) report(what, "write", record.write, place);
+    if (!adds && !record.additions.are_before(now)) report(what, "addition", record.additions.last, place);
+    if (!reads && !record.reads.are_before(now)) report(what, "read", record.reads.last, place);
+    if (reads) {
+      record.reads.note(now);
+    } else if (adds) {
+      record.additions.note(now);
     } else {
-      record.note_read(now);
+      record.write = now;
     }
   }
 }

@@ -195,9 +195,9 @@ class Function:
         stores = " ".join(f"at[{i}] = {self.value(v, kind)};" for i, v in enumerate(values))
         return f"{{ auto* const at = {at}; {stores} }}"
 
-    def add_to_memory(self, address: str, x: str, kind: str) -> str:
+    def add_to_memory(self, address: str, x: str, space: str, access: str, kind: str) -> str:
         values = vector(x)
-        at = self.memory(address, "global", "kAdd", kind, len(values))
+        at = self.memory(address, space, access, kind, len(values))
         adds = " ".join(f"at[{i}] += {self.value(v, kind)};" for i, v in enumerate(values))
         return f"{{ auto* const at = {at}; {adds} }}"
 
@@ -354,7 +354,9 @@ class Function:
         return next((name for name in modifiers if name in ("shared", "param", "local", "const")), "global")
 
     def red_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
-        return self.add_to_memory(*operands, TYPES[modifiers[-1]]) if "add" in modifiers else None
+        space, kind = self.space_of(modifiers), TYPES[modifiers[-1]]
+        access = {("shared", True): "kAddInteger", ("global", False): "kAdd"}.get((space, "int" in kind))
+        return self.add_to_memory(*operands, space, access, kind) if "add" in modifiers and access else None
 
     def bar_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
         lanes = self.value(operands[0], "uint32_t")
