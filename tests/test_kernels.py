@@ -217,6 +217,39 @@ def test_tables_and_values_in_shared_memory(shape, dtype):
     assert_as_accurate_as_pytorch(outputs, dtype)
 
 
+# where GPUs multiply copies of the values in shared memory, and where they add them up from the cache
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 2, 130, 300, 8, 24, 5, 6), (1, 2, 40, 300, 8, 40, 1, 2)])
+def test_values_that_are_no_numbers_or_huge_spoil_sums_they_are_in_only(shape, dtype):
+    inputs = Inputs("random", shape, dtype)
+    inputs.value[:, 0, 3, 1] = float("nan")
+    inputs.value[:, 0, 7, 20] = float("inf")
+    inputs.value[:, 1, 5] = torch.finfo(dtype).max / 8
+    # none of them masked, and with queries in their bucket
+    inputs.codes[1][..., [3, 5, 7]] = inputs.codes[0][..., :3]
+    arguments = (*inputs.codes, inputs.tau, False, False)
+    got, _ = ops.sampled_attention(inputs.query, inputs.key, inputs.value, *arguments)
+    wide = (x.double() for x in (inputs.query, inputs.key, inputs.value))
+    truth, _ = reference.sampled_attention(*wide, *arguments)
+    assert torch.equal(got.isfinite(), truth.isfinite())
+    assert 0 < truth.isfinite().logical_not().sum() < truth.numel() / 4
+    # a bucket's sum is rounded to the dtype, and so is the output
+    torch.testing.assert_close(got.double(), truth, rtol=4 * torch.finfo(dtype).eps, atol=0.05, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_keys", [65535, 65536, 65537])
+def test_as_many_keys_as_16_bits_count_and_more(num_keys, dtype):
+    """Equal ones, whose sum is that of all, and random ones."""
+    value = torch.randn(1, 1, num_keys, 8).to(dtype)
+    rows = torch.randn(1, 1, 3, 8).to(dtype)
+    codes = torch.stack([torch.full((num_keys,), 511), torch.randint(0, 512, (num_keys,))]).to(torch.int16)[None, None]
+    query_codes = torch.tensor([[511, -1, 511], [-1, 7, 511]], dtype=torch.int16)[None, None]
+    got, _ = ops.sampled_attention(rows, value, value, query_codes, codes, 9, False, False)
+    exact, _ = reference.sampled_attention(rows.double(), value, value.double(), query_codes, codes, 9, False, False)
+    assert (got - exact).norm() <= 2 * torch.finfo(dtype).eps * exact.norm() + 1e-3
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", CROWDED)
 @pytest.mark.parametrize("data", ["equal", "clusters", "mixed"])

@@ -1,6 +1,8 @@
 // Sampled attention: every bucket's values are added up in a table, and every query adds up its buckets' sums. Both
 // are sums of rows that lie anywhere; tables are of a few heads at a time, which the second-level cache keeps. What is
-// read many times, some columns of a head's values or of a table, is copied to shared memory where it fits.
+// read many times, some columns of a head's values or of a table, is copied to shared memory where it fits. Sums of
+// values there are products on tensor cores where these have 16 bits.
+#include "mma.h"
 #include "rows.h"
 #include "sort.h"
 
@@ -20,9 +22,16 @@ constexpr int kSumsAhead = 128 / (kLaneColumns * sizeof(Sum<In>));
 constexpr int64_t kCrowd = 64, kCrowdOfMean = 4;
 // Hash functions for which a copy of the values' columns in shared memory is worth while.
 constexpr int64_t kHashesOfCopy = 4;
-// Where queries share copies of the tables' columns: lanes that a query has, queries that a lane has, and how many of
-// a block's queries there are at least for every entry of a table.
-constexpr int kSharingThreads = 512, kSharingLanes = 2, kSharingQueries = 8, kQueriesOfEntry = 2;
+// Entries that a warp adds up on tensor cores, rows that it multiplies at a time, and columns.
+constexpr int kTileEntries = 16, kTileRows = 16, kTileColumns = 16;
+// Rows that tensor cores count; a GPU's shared memory does not hold as many.
+constexpr int64_t kMostTileRows = 16000;
+// of a block that builds tables from shared memory
+constexpr int kBuildThreads = 512;
+// Where queries share copies of the tables' columns: lanes that a query has, queries that a lane has, how many of a
+// block's queries there are at least for every entry of a table, and tables that threads wait for at once if these fit.
+constexpr int kSharingThreads = 1024, kSharingLanes = 2, kSharingQueries = 4, kQueriesOfEntry = 2;
+constexpr int kTablesAtOnce = 2;
 constexpr int kSharingColumns = kSharingLanes * kLaneColumns, kSharingRows = kSharingThreads / kSharingLanes;
 
 // The heads from first_head on, and of their hash functions those from first_hash on.
@@ -131,6 +140,9 @@ __device__ __forceinline__ void build_entry(const Problem<In, Code>& p, bool exi
   store(rounded, row_at(p.tables + column, head * (p.hashes << p.hash_code_len) + entry, p.entry_bytes));
 }
 
+// Rows that lanes' columns in shared memory are apart: an odd number, so that one row's lie in different banks.
+__host__ __device__ constexpr int32_t row_stride(int32_t rows) { return rows | 1; }
+
 // Fills the tables, from values in the cache.
 template <class In, class Code, bool aligned>
 __global__ void __launch_bounds__(kRowThreads, 3) build_tables_kernel(Problem<In, Code> p) {
@@ -142,30 +154,157 @@ __global__ void __launch_bounds__(kRowThreads, 3) build_tables_kernel(Problem<In
                                  p.lane_bits);
 }
 
+// Whether one of 8 numbers of 16 bits is not finite, or so large that twice the sum of a bucket might not be.
+template <class In>
+__device__ __forceinline__ bool has_extreme(const In* numbers) {
+  // what is added to the bits of such, the sign aside, carries to the sign's place
+  constexpr uint32_t kLeast = std::is_same_v<In, BFloat16> ? 0x7180 : 0x7C00, kCarry = (0x8000 - kLeast) * 0x10001;
+  uint32_t pairs[4], carried = 0;
+  const uint4 bits = *reinterpret_cast<const uint4*>(numbers);
+  memcpy(pairs, &bits, sizeof(bits));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) carried |= (pairs[i] & 0x7FFF7FFF) + kCarry;
+  return (carried & 0x80008000) != 0;
+}
+
+// Fills in the columns that are in shared memory of all entries of some hash functions, by products of the matrix that
+// has a 2 where a row is in an entry. The rows of neighbouring entries are neighbours in the order. None of the numbers
+// may be extreme: 0 times these would be no number.
+template <class In, class Code>
+__device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32_t head, int32_t first_hash,
+                                               int32_t hashes, const In* shared, int32_t first_column,
+                                               int lane_bits) {
+  constexpr int kSteps = 2;
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  const int32_t table_size = 1 << p.hash_code_len, warp = threadIdx.x / kWarp, warps = kBuildThreads / kWarp;
+  // as powers of two, how many tiles of columns there are, and how many of a table's entries
+  const int column_bits = max(lane_bits - 1, 0), tile_bits = max(p.hash_code_len - 4, 0);
+  const int32_t count = hashes << tile_bits << column_bits, columns = kLaneColumns << lane_bits;
+  const int64_t first_list = int64_t{head} * p.num_hash + p.first_hash + first_hash;
+  const int32_t *all_starts = p.starts + first_list * (table_size + 1), *all_orders = p.order + first_list * p.M;
+  Sum<In>* all_tables =
+      row_at(p.tables + first_column + 2 * t, head * p.hashes + first_hash << p.hash_code_len, p.entry_bytes);
+  const auto table_of = [&](int32_t tile) { return tile >> column_bits >> tile_bits; };
+  const auto entry_of = [&](int32_t tile) { return (tile >> column_bits & ((1 << tile_bits) - 1)) * kTileEntries; };
+  // where the rows of entry `lane` begin, and those of the last one end
+  const auto load_start = [&](int32_t tile) {
+    const int32_t* starts = row_at(all_starts, table_of(tile), (table_size + 1) * sizeof(int32_t));
+    return starts[min(entry_of(tile) + lane, table_size)];
+  };
+  int32_t next_start = warp < count ? load_start(warp) : 0;
+  for (int32_t tile = warp; tile < count; tile += warps) {
+    const int32_t start = next_start;
+    if (tile + warps < count) next_start = load_start(tile + warps);
+    const int32_t begin = __shfl_sync(kAllLanes, start, 0), end = __shfl_sync(kAllLanes, start, kTileEntries);
+    const int32_t* order = row_at(all_orders, table_of(tile), p.M * sizeof(int32_t));
+    const int32_t column = (tile & ((1 << column_bits) - 1)) * kTileColumns;
+    // matrices are columns 0 to 7 of rows 0 to 7 and of the others, and the same of columns 8 to 15, if there are any
+    const In* values =
+        shared + min(column + lane / 16 * kLaneColumns, columns - kLaneColumns) * row_stride(p.M);
+    const auto load = [&](int32_t first, int32_t (&rows)[kSteps]) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const int32_t position = first + s * kTileRows + lane % kTileRows;
+        rows[s] = position < end ? order[position] : 0;
+      }
+    };
+    // Two positions of rows in the list, 2t and the next, less where an entry's rows begin, and less where these end: a
+    // bit says that they are not before it. It is also the only one of 2 as BFloat16 and as Half.
+    constexpr uint32_t kTwo = 0x4000, kPair = 0x10001;
+    uint32_t since_begin[2], since_end[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t first = begin + 2 * t + kTwo;
+      since_begin[i] = (first - __shfl_sync(kAllLanes, start, g + 8 * i)) * kPair + 0x10000;
+      since_end[i] = (first - __shfl_sync(kAllLanes, start, g + 8 * i + 1)) * kPair + 0x10000;
+    }
+    int32_t rows[kSteps], rows_after[kSteps];
+    load(begin, rows);
+    load(begin + kSteps * kTileRows, rows_after);
+    float sums[2][4] = {};
+    for (int32_t position = begin; position < end; position += kSteps * kTileRows) {
+      uint32_t b[kSteps][4];
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        load_matrices<true>(b[s], values + rows[s] * kLaneColumns);
+        rows[s] = rows_after[s];
+      }
+      load(position + 2 * kSteps * kTileRows, rows_after);
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        uint32_t a[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int i = k % 2;
+          a[k] = since_begin[i] & ~since_end[i] & kTwo * kPair;
+          since_begin[i] += 8 * kPair;
+          since_end[i] += 8 * kPair;
+        }
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const uint32_t half[2] = {b[s][2 * n], b[s][2 * n + 1]};
+          multiply_add<In>(sums[n], a, half);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int32_t tile_column = column + n * 8;
+      if (tile_column >= columns || first_column + tile_column >= p.Dv) break;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int32_t entry = entry_of(tile) + g + 8 * i;
+        if (entry >= table_size) break;
+        Sum<In>* to = row_at(all_tables + tile_column, (table_of(tile) << p.hash_code_len) + entry, p.entry_bytes);
+        struct alignas(2 * sizeof(Sum<In>)) Pair {
+          Sum<In> first, second;
+        };
+        *reinterpret_cast<Pair*>(to) = {static_cast<Sum<In>>(sums[n][2 * i] / 2),
+                                        static_cast<Sum<In>>(sums[n][2 * i + 1] / 2)};
+      }
+    }
+  }
+}
+
 // Fills the tables where rows are aligned, from a copy of some columns of all values in shared memory. A block has
 // 2^lane_bits lanes' columns, and 1 / parts of the hash functions, of a head.
 template <class In, class Code>
-__global__ void __launch_bounds__(kSharingThreads, 1)
+__global__ void __launch_bounds__(kBuildThreads, 1)
     build_from_shared_kernel(Problem<In, Code> p, int lane_bits, int32_t slices, int32_t parts) {
   constexpr int kPieceColumns = kPieceBytes / sizeof(In);
   const int32_t part = blockIdx.x % parts, slice = blockIdx.x / parts % slices, head = blockIdx.x / parts / slices;
+  const int32_t part_hashes = (p.hashes - 1) / parts + 1, first_hash = part * part_hashes;
+  const int32_t hashes = min(part_hashes, p.hashes - first_hash);
+  if (hashes <= 0) return;
   const int32_t batch_head = p.first_head + head, columns = kLaneColumns << lane_bits, first_column = slice * columns;
   const In* values = p.value.at(batch_head / p.H, batch_head % p.H, 0) + first_column;
+  // a lane's columns of all rows, then those of the next lane
   In* shared = shared_memory<In>();
-  const int32_t pieces = columns / kPieceColumns, row_step = kSharingThreads / pieces;
-  const int32_t column = threadIdx.x % pieces * kPieceColumns;
-  if (first_column + column < p.Dv)
-    for (int32_t row = threadIdx.x / pieces; row < p.M; row += row_step)
-      copy_ahead<16>(shared + row * columns + column, row_at(values + column, row, p.value_bytes), false);
+  const int32_t lane_size = row_stride(p.M) * kLaneColumns;
+  const int32_t pieces = columns / kPieceColumns, row_step = kBuildThreads / pieces;
+  const int32_t column = threadIdx.x % pieces * kPieceColumns, first_row = threadIdx.x / pieces;
+  In* to = shared + column / kLaneColumns * lane_size + column % kLaneColumns;
+  const int32_t rows = first_column + column < p.Dv ? p.M : 0;
+  for (int32_t row = first_row; row < rows; row += row_step)
+    copy_ahead<16>(to + row * kLaneColumns, row_at(values + column, row, p.value_bytes), false);
   wait_for_copies();
-  __syncthreads();
 
-  const int32_t entries = p.hashes << p.hash_code_len, entry_step = kSharingThreads >> lane_bits;
-  const int32_t part_hashes = (p.hashes - 1) / parts + 1, lane = threadIdx.x & ((1 << lane_bits) - 1);
-  const int32_t end = min((part + 1) * part_hashes << p.hash_code_len, entries);
-  for (int32_t first = part * part_hashes << p.hash_code_len; first < end; first += entry_step) {
+  if constexpr (sizeof(In) == 2) {
+    bool extreme = false;
+    for (int32_t row = first_row; row < rows; row += row_step) extreme |= has_extreme(to + row * kLaneColumns);
+    if (!__syncthreads_or(extreme)) {
+      build_by_tiles(p, head, first_hash, hashes, shared, first_column, lane_bits);
+      return;
+    }
+  } else {
+    __syncthreads();
+  }
+  const int32_t entries = hashes << p.hash_code_len, entry_step = kBuildThreads >> lane_bits;
+  const int32_t lane = threadIdx.x & ((1 << lane_bits) - 1);
+  for (int32_t first = 0; first < entries; first += entry_step) {
     const int32_t entry = first + (threadIdx.x >> lane_bits);
-    build_entry<In, Code, true>(p, entry < end, head, entry, shared + lane * kLaneColumns, columns * sizeof(In),
+    build_entry<In, Code, true>(p, entry < entries, head, (first_hash << p.hash_code_len) + entry,
+                                shared + lane * lane_size, kLaneColumns * sizeof(In),
                                 first_column + lane * kLaneColumns, lane_bits);
   }
 }
@@ -249,9 +388,10 @@ __host__ __device__ inline int32_t sharing_slices(int32_t row_columns) {
 }
 
 // Adds up the queries' buckets where tables hold all hash functions and rows are aligned, but scales no row to length
-// one. A block has some columns of many queries of a head, and those of each table in turn in shared memory.
+// one. A block has some columns of many queries of a head, and those of each table in turn in shared memory: of as many
+// tables as at_once says, a power of two, and of as many on their way.
 template <class In, class Code>
-__global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(Problem<In, Code> p) {
+__global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(Problem<In, Code> p, int at_once) {
   using T = Accumulator<In>;
   constexpr int kPieceColumns = kPieceBytes / sizeof(Sum<In>), kPieces = kSharingColumns / kPieceColumns;
   constexpr int kAhead = kSharingQueries / 2;
@@ -269,22 +409,24 @@ __global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(
   const Code* codes = p.query_codes + int64_t{head} * p.num_hash * p.N + first_row;
   Sum<In>* shared = shared_memory<Sum<In>>();
 
-  // of each of the two tables, with an entry of zeros for codes without a bucket
+  // of each of the tables, with an entry of zeros for codes without a bucket
   const int32_t shared_size = (table_size + 1) * kSharingColumns;
-  if (threadIdx.x < 2 * kSharingColumns)
+  if (threadIdx.x < 2 * at_once * kSharingColumns)
     shared[threadIdx.x / kSharingColumns * shared_size + table_size * kSharingColumns +
            threadIdx.x % kSharingColumns] = 0;
   const int copied_column = threadIdx.x % kPieces * kPieceColumns;
   const bool clear = first_column + copied_column >= p.row_columns;
-  const auto copy_table = [&](int32_t hash) {
-    Sum<In>* to = shared + hash % 2 * shared_size + threadIdx.x * kPieceColumns;
-    int32_t entry = threadIdx.x / kPieces;
-    const Sum<In>* from = row_at(tables + (clear ? 0 : copied_column), hash * table_size + entry, p.entry_bytes);
+  const auto copy_tables = [&](int32_t first) {
+    for (int32_t hash = first; hash < min(first + at_once, p.num_hash); ++hash) {
+      Sum<In>* to = shared + (hash & (2 * at_once - 1)) * shared_size + threadIdx.x * kPieceColumns;
+      int32_t entry = threadIdx.x / kPieces;
+      const Sum<In>* from = row_at(tables + (clear ? 0 : copied_column), hash * table_size + entry, p.entry_bytes);
 #pragma unroll 1
-    for (; entry < table_size; entry += kSharingThreads / kPieces) {
-      copy_ahead<16>(to, from, clear);
-      to += kSharingThreads * kPieceColumns;
-      from = row_at(from, kSharingThreads / kPieces, p.entry_bytes);
+      for (; entry < table_size; entry += kSharingThreads / kPieces) {
+        copy_ahead<16>(to, from, clear);
+        to += kSharingThreads * kPieceColumns;
+        from = row_at(from, kSharingThreads / kPieces, p.entry_bytes);
+      }
     }
   };
   // the last query's code again past it
@@ -296,16 +438,16 @@ __global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(
     next[i] = static_cast<uint32_t>(codes[row_of[i]]);
   }
   T sums[kSharingQueries][kLaneColumns] = {};
-  copy_table(0);
+  copy_tables(0);
   for (int32_t hash = 0; hash < p.num_hash; ++hash) {
-    wait_for_copies();
-    // the table is there, and all have read the one before
-    __syncthreads();
-    if (hash + 1 < p.num_hash) {
-      copy_table(hash + 1);
-      codes += p.N;
+    if ((hash & (at_once - 1)) == 0) {
+      wait_for_copies();
+      // the tables are there, and all have read those before
+      __syncthreads();
+      copy_tables(hash + at_once);
     }
-    const Sum<In>* table = shared + hash % 2 * shared_size + lane * kLaneColumns;
+    if (hash + 1 < p.num_hash) codes += p.N;
+    const Sum<In>* table = shared + (hash & (2 * at_once - 1)) * shared_size + lane * kLaneColumns;
 #pragma unroll
     for (int first = 0; first < kSharingQueries; first += kAhead) {
       if (first * kSharingRows >= rows) break;
@@ -392,18 +534,19 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   const bool whole = aligned(p.value, p.Dv) && aligned(p.out, p.Dv);
   const auto build = whole ? build_tables_kernel<In, Code, true> : build_tables_kernel<In, Code, false>;
   // as many columns of all values as shared memory holds, and as many blocks as run at once
-  const int64_t shared_limit = device.shared_bytes(), lane_bytes = p.M * kLaneColumns * int64_t{sizeof(In)};
+  const int64_t shared_limit = device.shared_bytes(), lane_bytes = int64_t{row_stride(p.M)} * kLaneColumns * sizeof(In);
   int build_lane_bits = p.lane_bits;
   while (build_lane_bits > 0 && lane_bytes << build_lane_bits > shared_limit) --build_lane_bits;
   const auto build_slices = static_cast<int32_t>(divide_up(p.row_columns, kLaneColumns << build_lane_bits));
   const bool build_from_shared =
-      whole && hashes_added >= kHashesOfCopy && lane_bytes << build_lane_bits <= shared_limit;
+      whole && hashes_added >= kHashesOfCopy && lane_bytes << build_lane_bits <= shared_limit && p.M <= kMostTileRows;
   const auto read = whole ? read_tables_kernel<In, Code, true> : read_tables_kernel<In, Code, false>;
   // bfloat16 only: its tables are small, and rows that are rounded before they are scaled lose none of their exponents
-  const int64_t shared_bytes = 2 * (table_size + 1) * kSharingColumns * static_cast<int64_t>(sizeof(Sum<In>));
+  const int64_t two_tables = 2 * (table_size + 1) * kSharingColumns * static_cast<int64_t>(sizeof(Sum<In>));
+  const int tables_at_once = kTablesAtOnce * two_tables <= shared_limit ? kTablesAtOnce : 1;
   const int64_t sharing_queries = p.N / sharing_blocks(p.N);
   const bool sharing = std::is_same_v<In, BFloat16> && whole && hashes_added == num_hash &&
-                       sharing_queries >= kQueriesOfEntry * table_size && shared_bytes <= shared_limit;
+                       sharing_queries >= kQueriesOfEntry * table_size && two_tables <= shared_limit;
 
   for (int64_t sorted = 0; sorted < all_heads; sorted += heads_sorted) {
     const int64_t sorted_end = std::min(sorted + heads_sorted, all_heads);
@@ -422,7 +565,7 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
           const int64_t at_once = device.num_multiprocessors() / (heads * build_slices);
           const auto parts =
               static_cast<int32_t>(std::clamp<int64_t>(at_once, 1, divide_up(p.hashes, kHashesOfCopy)));
-          launch(device, build_from_shared_kernel<In, Code>, heads * build_slices * parts, kSharingThreads,
+          launch(device, build_from_shared_kernel<In, Code>, heads * build_slices * parts, kBuildThreads,
                  lane_bytes << build_lane_bits, p, build_lane_bits, build_slices, parts);
         } else {
           launch(device, build, blocks(p.hashes << hash_code_len), kRowThreads, 0, p);
@@ -430,7 +573,8 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
         if constexpr (std::is_same_v<In, BFloat16>)
           if (sharing) {
             launch(device, read_shared_tables_kernel<In, Code>,
-                   heads * sharing_blocks(p.N) * sharing_slices(p.row_columns), kSharingThreads, shared_bytes, p);
+                   heads * sharing_blocks(p.N) * sharing_slices(p.row_columns), kSharingThreads,
+                   tables_at_once * two_tables, p, tables_at_once);
             if (p.inverse_length != nullptr)
               launch(device, scale_rows_kernel<In, Code>, blocks(p.N), kRowThreads, 0, p);
             continue;

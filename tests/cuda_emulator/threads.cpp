@@ -75,6 +75,7 @@ void run_block() {
     for (Thread& thread : block.threads) thread.stretch_counts.resize(block.kernel->stretches.size());
   block.warps.assign((count + 31) / 32, {});
   block.barrier = {};
+  std::fill(std::begin(block.yes), std::end(block.yes), 0);
   block.alive = count;
   ++block.serial;
   if (stacks.size() < count * kStackBytes) stacks.resize(count * kStackBytes);
@@ -129,6 +130,13 @@ void yield() { yoso_emulator_switch(&block.thread().stack_pointer, block.schedul
 
 void wait_block() {
   wait(block.barrier, block.alive, [] {});
+}
+
+bool any_of_block(bool x) {
+  const uint64_t opened = block.barrier.generation + 1;
+  if (x) block.yes[opened % 2] = opened;
+  wait_block();
+  return block.yes[opened % 2] == opened;
 }
 
 uint32_t existing_lanes() {

@@ -83,6 +83,8 @@ struct Block {
   std::vector<Warp> warps;
   Barrier barrier;
   unsigned alive = 0, current = 0;
+  // the last barriers to which a thread brought a yes, by turns
+  uint64_t yes[2] = {};
   size_t shared_bytes = 0;
   // whether anything happened since the scheduler last looked
   bool progress = false;
@@ -151,6 +153,8 @@ void wait(Barrier& barrier, unsigned expected, const F& opened) {
 }
 
 void wait_block();
+// Waits for all threads, and returns whether x is true for any.
+bool any_of_block(bool x);
 inline unsigned lane() { return block.current % 32; }
 inline Warp& warp() { return block.warps[block.current / 32]; }
 // The lanes of the running thread's warp that have a thread, as bits.

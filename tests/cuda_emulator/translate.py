@@ -359,6 +359,8 @@ class Function:
         return self.add_to_memory(*operands, space, access, kind) if "add" in modifiers and access else None
 
     def bar_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
+        if modifiers == ["red", "or", "pred"] and operands[1] == "0":
+            return self.assign(operands[0], f"emulator::any_of_block({self.value(operands[2], 'bool')})", "bool")
         lanes = self.value(operands[0], "uint32_t")
         return f"emulator::wait_warp({lanes});" if modifiers == ["warp", "sync"] else None
 
