@@ -136,7 +136,7 @@ ops.first_order_attention_backward(inputs.grad, out, total, *rows, weight, place
         *(
             pytest.param(*mistake, marks=pytest.mark.slow)
             for mistake in (
-                ("sampled_attention", "sort.h", "    __syncthreads();", ";", "read after addition"),
+                ("sampled_attention", "sort.h", "    __syncthreads();", ";", "addition after read"),
                 (
                     "sampled_attention",
                     "sampled_attention.cu",
