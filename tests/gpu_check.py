@@ -1,7 +1,8 @@
 """Build, test and measure on the GPU of this machine, and print one table: make gpu-check.
 
-Nothing is installed: the interpreter must have torch with CUDA, transformers, accelerate and pytest, and nvcc must be
-at hand. Each step goes on where the one before failed, but for the build; the exit status says whether all passed.
+Nothing is installed: the interpreter must have torch with CUDA, transformers, accelerate, pytest and pytest-xdist, and
+nvcc must be at hand. Each step goes on where the one before failed, but for the build; the exit status says whether
+all passed.
 """
 
 import os
@@ -16,8 +17,10 @@ from time import perf_counter
 import torch
 
 ROOT = Path(__file__).parents[1]
-# what computes on the device that the tests put their tensors on, and what of it runs at the same time
-TESTS = ["ops kernels hashing", "local_window attention", "cuda_device", "modeling_yoso"]
+# what computes on the device that the tests put their tensors on, and how many of it run at the same time: each has
+# some GB of the GPU's memory, and most wait for the CPU
+TESTS = "cuda_device ops kernels hashing local_window attention modeling_yoso"
+MOST_WORKERS = 12
 # seconds for all, of which the benchmarks get what the steps before leave
 LIMIT = 470
 # how a step may end beside passing
@@ -77,15 +80,14 @@ def main() -> int:
         # without them the tests would be skipped, which passes
         steps.append(run("load", [python, "-c", LOADED], 30))
     if steps[-1][1] == "passed":
-        pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", LEFT_OUT]
+        workers = str(max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) - 2)))
+        pytest = [python, "-m", "pytest", "-q", "-n", workers, "-p", "no:cacheprovider", "-k", LEFT_OUT]
+        files = [f"tests/test_{name}.py" for name in TESTS.split()]
         sanitizer = shutil.which("compute-sanitizer")
         # failed calls of torch's libraries are none of ours; our own raise
         sanitize = [sanitizer, "--report-api-errors", "no", "--error-exitcode", "1"]
         with ThreadPoolExecutor() as pool:
-            together = []
-            for names in TESTS:
-                files = [f"tests/test_{name}.py" for name in names.split()]
-                together.append(pool.submit(run, names, [*pytest, *files], 180, YOSO_TEST_DEVICE="cuda"))
+            together = [pool.submit(run, "tests", [*pytest, *files], 180, YOSO_TEST_DEVICE="cuda")]
             for tool in ("memcheck", "racecheck") if sanitizer else ():
                 command = [*sanitize, "--tool", tool, python, "-c", SANITIZED]
                 together.append(pool.submit(run, tool, command, 180, PYTORCH_NO_CUDA_MEMORY_CACHING="1"))

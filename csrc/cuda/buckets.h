@@ -70,13 +70,15 @@ __device__ Span span_of(const HeadSide<In>& side, int32_t code) {
   return {first, __ldg(side.starts + code + 1) - first};
 }
 
-// The thread's lane, as a number that the compiler knows nothing about: it would compute what depends on the lane for
-// all kinds of buckets before the loop over these, and run out of registers.
-__device__ __forceinline__ uint32_t lane_in_bucket() {
-  uint32_t lane = threadIdx.x % kWarp;
-  asm volatile("" : "+r"(lane));
-  return lane;
+// A number that the compiler knows nothing about: it would compute what depends on the number early, and run out of
+// registers.
+__device__ __forceinline__ uint32_t unknown(uint32_t number) {
+  asm volatile("" : "+r"(number));
+  return number;
 }
+
+// The thread's lane, on which the addresses of all kinds of buckets depend.
+__device__ __forceinline__ uint32_t lane_in_bucket() { return unknown(threadIdx.x % kWarp); }
 
 // Up to 16 rows of a bucket's one side in lanes 0..15, and of the other in lanes 16..31. Past the last there is the
 // last again, at inverse length zero: it has an address, if nothing to add.

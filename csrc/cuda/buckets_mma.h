@@ -3,6 +3,11 @@
 // way, the weights and V or G, takes up the inverse lengths before: its errors are then as if some weights were off by
 // a rounding, and the normalisation's gradient, which cancels most of the sums where rows are alike, cancels most of
 // them too.
+//
+// One launch adds all hash functions. Blocks take an item at a time, some codes of a hash function of a head: they copy
+// the rows of as many of its buckets as fit to shared memory, each once, multiply them, and add to the sums in memory
+// once the head's items of the hash functions before are done. Buckets that do not fit are shared by all items of the
+// hash function, as one block would keep the others waiting.
 #pragma once
 
 #include "buckets.h"
@@ -60,11 +65,12 @@ __device__ __forceinline__ void for_numbers(const F& f) {
 // 16-bit rows in shared memory. Pieces change places by row, so that those of eight rows fall into different banks.
 template <int kColumns>
 struct Matrix {
-  static constexpr int kPieces = kColumns / 8;
+  static constexpr int kRowBytes = kColumns * 2;
   unsigned char* data;
 
-  __device__ __forceinline__ void* piece(uint32_t row, uint32_t piece) const {
-    return data + (row * kPieces + (piece ^ (row % 8))) * 16;
+  // the piece last, which takes one instruction where others of the row are known
+  __device__ __forceinline__ unsigned char* piece(uint32_t row, uint32_t piece) const {
+    return data + ((row * kRowBytes + row % 8 * 16) ^ piece * 16);
   }
 };
 
@@ -102,93 +108,10 @@ struct Fragments {
   }
 };
 
-// The weights of picked rows, 16 x 16, times the inverse lengths of the right ones: as the left matrix of a product.
-template <class In>
-struct Weights {
-  uint32_t a[4];
-  // what the product is to be multiplied by
-  float scale;
-
-  template <int kColumns>
-  __device__ __forceinline__ Weights(uint32_t lane, const Fragments<kColumns>& left, const Fragments<kColumns>& right,
-                                     const PickedRows<float>& picked, int first_right_lane) {
-    float w[2][4] = {};
-#pragma unroll
-    for (int i = 0; i < kColumns / 32; ++i)
-#pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        uint32_t rows[4];
-        left.left(rows, i, step);
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-          multiply_add<In>(w[n], rows, {right.rows[n][i][2 * step], right.rows[n][i][2 * step + 1]});
-      }
-    const int t = lane % 4;
-    float largest = 0;
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float inverse = __shfl_sync(kAllLanes, picked.inverse_length, first_right_lane + 8 * n + 2 * t + i);
-        w[n][i] *= inverse;
-        w[n][i + 2] *= inverse;
-        if constexpr (std::is_same_v<In, Half>) largest = max(largest, max(fabsf(w[n][i]), fabsf(w[n][i + 2])));
-      }
-    if constexpr (std::is_same_v<In, Half>) largest = warp_max(largest);
-    const Power<In> power(largest);
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      a[i] = pack<In>(w[i / 2][i % 2 * 2] * power.up, w[i / 2][i % 2 * 2 + 1] * power.up);
-    scale = power.down;
-  }
-};
-
-// Copies `count` of the picked rows that 16 lanes have to a matrix, zero past the last row and column.
-template <int kColumns, class In>
-__device__ __forceinline__ void copy_rows(uint32_t lane, Matrix<kColumns> to, const HeadSide<In>& side,
-                                          const PickedRows<float>& picked, int first_lane, int count, int columns) {
-  constexpr int kPieces = kColumns / 8;
-  const int piece = lane % kPieces;
-  const In* rows = side.rows + (piece * 8 < columns ? piece * 8 : 0);
-  const uint32_t row_bytes = side.row_bytes;
-  if (piece * 8 >= columns) count = 0;
-#pragma unroll
-  for (int i = 0; i < kPicked * kPieces / kWarp; ++i) {
-    const int r = (i * kWarp + lane) / kPieces;
-    copy_ahead<16>(to.piece(r, piece), row_at(rows, picked.at(first_lane + r), row_bytes), r >= count);
-  }
-}
-
-// sums = the weights times columns 16 * pair .. 16 * pair + 15 of a matrix of 16 rows; without the scale.
-template <int kColumns, class In>
-__device__ __forceinline__ void multiply_rows(uint32_t lane, float (&sums)[2][4], const Weights<In>& weights,
-                                              Matrix<kColumns> rows, int pair) {
-  uint32_t b[4];
-  load_matrices<true>(b, rows.piece(lane % 16, 2 * pair ^ lane / 16));
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[n][i] = 0;
-    multiply_add<In>(sums[n], weights.a, {b[2 * n], b[2 * n + 1]});
-  }
-}
-
-// The sums of `count` picked rows, a lane's being those of g and g + 8 from column 2t on.
-struct PickedSums {
+// Two of the rows that sums are of, a lane's being those of rows g and g + 8 of 16, from column 2t on.
+struct SumRows {
   float* row[2];
   bool exists[2];
-
-  template <class In>
-  __device__ __forceinline__ PickedSums(uint32_t lane, const HeadSide<In>& side, const PickedRows<float>& picked,
-                                        int first_lane, int count) {
-    const int g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      row[half] = row_at(side.sums, picked.at(first_lane + g + 8 * half), side.sum_bytes) + 2 * t;
-      exists[half] = g + 8 * half < count;
-    }
-    wait_for_launches_before();
-  }
 
   // Adds products, times scale. The compiler makes a branch of every addition that may be left out: there is one for
   // all of a row that has all columns.
@@ -210,71 +133,6 @@ struct PickedSums {
     }
   }
 };
-
-// Adds a bucket of up to 16 rows a side. A warp has it, with the memory of two matrices of 16 rows.
-template <int kColumns, class In>
-__device__ __forceinline__ void add_small_bucket(const HeadSide<In>& queries, Span query_span,
-                                                 const HeadSide<In>& keys, Span key_span, const Sizes& sizes,
-                                                 unsigned char* memory) {
-  const Matrix<kColumns> query_rows{memory}, key_rows{memory + kPicked * kColumns * sizeof(In)};
-  const uint32_t lane = lane_in_bucket();
-  const PickedRows<float> picked(lane, queries, query_span, keys, key_span);
-  // all have read what was here before
-  __syncwarp();
-  copy_rows(lane, query_rows, queries, picked, 0, query_span.count, sizes.D);
-  copy_rows(lane, key_rows, keys, picked, kPicked, key_span.count, sizes.D);
-  const Fragments<kColumns> grads(lane, queries, picked, 0, query_span.count, sizes.Dv);
-  const Fragments<kColumns> values(lane, keys, picked, kPicked, key_span.count, sizes.Dv);
-  // both ways rather than one and its transpose: the products cost less than moving it between lanes
-  const Weights<In> by_query(lane, grads, values, picked, kPicked), by_key(lane, values, grads, picked, 0);
-  const PickedSums query_sums(lane, queries, picked, 0, query_span.count);
-  const PickedSums key_sums(lane, keys, picked, kPicked, key_span.count);
-  wait_for_copies();
-  __syncwarp();
-  const auto add = [&](const Weights<In>& weights, const Matrix<kColumns>& rows, const PickedSums& to) {
-    float sums[kColumns / 16][2][4];
-#pragma unroll
-    for (int pair = 0; pair < kColumns / 16; ++pair) multiply_rows(lane, sums[pair], weights, rows, pair);
-    to.add(sums, weights.scale, sizes.D);
-  };
-  add(by_query, key_rows, query_sums);
-  add(by_key, query_rows, key_sums);
-}
-
-// Adds a bucket's part of the sums of up to 16 of one side's rows. A warp has them, with the memory of a matrix of 16
-// rows.
-template <int kColumns, class In>
-__device__ __forceinline__ void add_pairs_of_tile(const HeadSide<In>& targets, Span target_span,
-                                                  const HeadSide<In>& sources, Span source_span, const Sizes& sizes,
-                                                  unsigned char* memory) {
-  const Matrix<kColumns> source_rows{memory};
-  uint32_t lane = lane_in_bucket();
-  PickedRows<float> picked(lane, targets, target_span, sources, source_span);
-  const Fragments<kColumns> target_others(lane, targets, picked, 0, target_span.count, sizes.Dv);
-  float sums[kColumns / 16][2][4] = {};
-  while (true) {
-    __syncwarp();
-    copy_rows(lane, source_rows, sources, picked, kPicked, source_span.count, sizes.D);
-    const Fragments<kColumns> source_others(lane, sources, picked, kPicked, source_span.count, sizes.Dv);
-    const Weights<In> weights(lane, target_others, source_others, picked, kPicked);
-    wait_for_copies();
-    __syncwarp();
-#pragma unroll
-    for (int pair = 0; pair < kColumns / 16; ++pair) {
-      float some[2][4];
-      multiply_rows(lane, some, weights, source_rows, pair);
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[pair][n][i] += some[n][i] * weights.scale;
-    }
-    source_span = {source_span.first + kPicked, source_span.count - kPicked};
-    if (source_span.count <= 0) break;
-    lane = lane_in_bucket();
-    picked = PickedRows<float>(lane, targets, target_span, sources, source_span);
-  }
-  PickedSums(lane, targets, picked, 0, target_span.count).add(sums, 1, sizes.D);
-}
 
 // The numbers of a piece, times a factor.
 template <class In>
@@ -319,8 +177,8 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
         if (piece * 8 < sizes.D)
           row = scaled<In>(*reinterpret_cast<const uint4*>(row_itself + piece * 8), power);
       }
-      *static_cast<uint4*>(others.piece(r, piece)) = other;
-      *static_cast<uint4*>(rows.piece(r, piece)) = row;
+      *reinterpret_cast<uint4*>(others.piece(r, piece)) = other;
+      *reinterpret_cast<uint4*>(rows.piece(r, piece)) = row;
     }
     __syncthreads();
     for (int r = 0; r < count; r += kPicked) {
@@ -373,8 +231,8 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
             x[i] = product[down][across][n][2 * half + i] * power.up;
             rounded[i] = static_cast<float>(static_cast<In>(x[i]));
           }
-          static_cast<uint32_t*>(high.piece(r, piece))[t] = pack<In>(rounded[0], rounded[1]);
-          static_cast<uint32_t*>(low.piece(r, piece))[t] = pack<In>(x[0] - rounded[0], x[1] - rounded[1]);
+          reinterpret_cast<uint32_t*>(high.piece(r, piece))[t] = pack<In>(rounded[0], rounded[1]);
+          reinterpret_cast<uint32_t*>(low.piece(r, piece))[t] = pack<In>(x[0] - rounded[0], x[1] - rounded[1]);
         }
   __syncthreads();
 
@@ -382,10 +240,15 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
     const Span span{target_span.first + tile * kPicked, target_span.count - tile * kPicked};
     const PickedRows<float> picked(lane, targets, span, targets, span);
     const Fragments<kColumns> left(lane, targets, picked, 0, span.count, sizes.Dv);
-    float sums[kColumns / 16][2][4] = {};
+    SumRows to;
 #pragma unroll
-    for (int pair = 0; pair < kColumns / 16; ++pair) {
-      if (16 * pair >= sizes.D) break;
+    for (int half = 0; half < 2; ++half) {
+      to.row[half] = row_at(targets.sums, picked.at(g + 8 * half), targets.sum_bytes) + 2 * t;
+      to.exists[half] = g + 8 * half < span.count;
+    }
+#pragma unroll 1
+    for (int pair = 0; 16 * pair < sizes.D; ++pair) {
+      float sums[1][2][4] = {};
 #pragma unroll
       for (int i = 0; i < kColumns / 32; ++i)
 #pragma unroll
@@ -398,41 +261,479 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
           for (int part = 0; part < 2; ++part) {
             load_matrices<true>(b, (part == 0 ? high : low).piece(r, 2 * pair ^ lane / 16));
 #pragma unroll
-            for (int n = 0; n < 2; ++n) multiply_add<In>(sums[pair][n], a, {b[2 * n], b[2 * n + 1]});
+            for (int n = 0; n < 2; ++n) multiply_add<In>(sums[0][n], a, {b[2 * n], b[2 * n + 1]});
           }
         }
+      to.add(sums, power.down, min(sizes.D - 16 * pair, 16));
+      for (float*& row : to.row) row += 16;
     }
-    PickedSums(lane, targets, picked, 0, span.count).add(sums, power.down, sizes.D);
+  }
+}
+
+// A bucket that does not fit a block's memory, and how many tiles those before it have; first of a list, their number
+// and all their tiles.
+struct LargeBucket {
+  int32_t code, tiles_before;
+};
+
+// How many tiles of kPicked rows there are.
+__host__ __device__ constexpr int32_t tiles_of(int32_t rows) { return (rows + kPicked - 1) / kPicked; }
+
+// Whether a bucket is listed, if blocks have so many rows of either side: if both sides have rows, and the pairs of
+// these cost less than to go through products.
+constexpr int32_t kManyRows = 512;
+__device__ __forceinline__ bool is_listed(int32_t queries, int32_t keys, int32_t block_rows) {
+  const int32_t most = max(queries, keys);
+  return min(queries, keys) > 0 && most > block_rows && most <= kManyRows;
+}
+
+// Lists the large buckets of `lists` heads' hash functions, of which each has a place for `room`. A warp makes a list.
+__global__ void __launch_bounds__(kThreads)
+    list_large_buckets_kernel(const int32_t* query_starts, const int32_t* key_starts, int32_t lists, int32_t table_size,
+                              int32_t block_rows, int32_t room, LargeBucket* large) {
+  const int32_t list = blockIdx.x * kWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  if (list >= lists) return;
+  query_starts += int64_t{list} * (table_size + 1);
+  key_starts += int64_t{list} * (table_size + 1);
+  large += int64_t{list} * (room + 1);
+  LargeBucket all = {0, 0};
+  for (int32_t first = 0; first < table_size; first += kWarp) {
+    const int32_t code = first + lane;
+    const bool exists = code < table_size;
+    const int32_t queries = exists ? query_starts[code + 1] - query_starts[code] : 0;
+    const int32_t keys = exists ? key_starts[code + 1] - key_starts[code] : 0;
+    const bool listed = is_listed(queries, keys, block_rows);
+    const uint32_t found = __ballot_sync(kAllLanes, listed);
+    for (uint32_t left = found; left != 0; left &= left - 1) {
+      const int source = __ffs(left) - 1;
+      if (lane == source) large[1 + all.code] = {code, all.tiles_before};
+      ++all.code;
+      all.tiles_before += __shfl_sync(kAllLanes, tiles_of(queries) + tiles_of(keys), source);
+    }
+  }
+  if (lane == 0) large[0] = all;
+}
+
+// Up to 16 rows of a bucket's one side, and where the other side's are.
+struct BucketTile {
+  // in the order
+  int32_t first, count;
+  // of the other side, the first tile, and how many
+  int32_t others_begin, others_count;
+};
+
+// The tiles that a block multiplies at a time.
+template <int kTiles>
+struct Batch {
+  static constexpr int kRows = kTiles * kPicked;
+  BucketTile tiles[2][kTiles];
+  // -1 where there is none
+  int32_t row[2][kRows];
+  // and the codes that they are of, none where the next bucket goes through products
+  int32_t num_tiles[2], num_codes;
+
+  // Of the rows of both sides, the i-th: its side and place.
+  __device__ __forceinline__ int2 place_of(int i) const {
+    const int queries = num_tiles[0] * kPicked;
+    return i < queries ? make_int2(0, i) : make_int2(1, i - queries);
+  }
+  __device__ __forceinline__ bool has_row(int i) const { return i < (num_tiles[0] + num_tiles[1]) * kPicked; }
+
+  // Makes `count` tiles of a bucket's rows of a side from the first-th tile on, that meet `others` tiles. A warp does
+  // this.
+  __device__ __forceinline__ void make_tiles(int side, const Span& span, int first, int count, int others) {
+    const int lane = threadIdx.x % kWarp, skipped = (first + lane) * kPicked;
+    if (lane < count) tiles[side][lane] = {span.first + skipped, min(span.count - skipped, kPicked), 0, others};
+    if (lane == 0) num_tiles[side] = count;
+  }
+};
+
+// Some codes of a hash function of a head.
+template <class In>
+struct Item {
+  static constexpr int kMostCodes = 128;
+  HeadSide<In> sides[2];
+  int32_t starts[2][kMostCodes + 1];
+  // its codes, none past the last item
+  int32_t num_codes;
+  // the counter of the head's items that are done, and what it has to reach
+  int32_t turn, *done;
+  // how far that was when a warp last looked; the others look there so many times before they look themselves
+  int32_t seen;
+  static constexpr int kMostLooks = 1 << 10;
+  // the list of large buckets, and those of their tiles that are the item's
+  int32_t tiles_begin, tiles_end;
+  const LargeBucket* large;
+
+  // A warp does this.
+  __device__ __forceinline__ void begin(int32_t number, const Side<In>& query_side, const Side<In>& key_side,
+                                        const Sizes& sizes, const LargeBucket* all_large, int32_t room,
+                                        int32_t* progress) {
+    // in the order of hash functions: of what an item waits for, every part has been taken before
+    const int32_t lane = lane_in_bucket(), round = number / sizes.head_blocks, chunk = number % sizes.head_blocks;
+    const int32_t hash = round / sizes.heads, head = round % sizes.heads, first_code = chunk * sizes.block_codes;
+    const int64_t list = int64_t{head} * sizes.num_hash + hash;
+    const int32_t codes = hash < sizes.num_hash ? min(sizes.block_codes, sizes.table_size - first_code) : 0;
+    if (lane == 0) num_codes = codes;
+    if (codes == 0) return __syncwarp();
+    all_large += list * (room + 1);
+    const int32_t tiles = lane < 2 ? __ldg(&all_large->tiles_before) : 0;
+    const int64_t first_start = list * (sizes.table_size + 1) + first_code;
+    for (int code = lane; code <= codes; code += kWarp) {
+      const int32_t query_start = __ldg(query_side.starts + first_start + code);
+      const int32_t key_start = __ldg(key_side.starts + first_start + code);
+      starts[0][code] = query_start;
+      starts[1][code] = key_start;
+    }
+    if (lane < 2) {
+      sides[lane] = HeadSide<In>(lane == 0 ? query_side : key_side, sizes, head, hash);
+      (lane == 0 ? tiles_begin : tiles_end) =
+          tiles == 0 ? 0 : static_cast<int32_t>(int64_t{tiles} * (chunk + lane) / sizes.head_blocks);
+    }
+    if (lane == 0) {
+      turn = hash * sizes.head_blocks;
+      done = progress + 1 + head;
+      seen = 0;
+      large = all_large;
+    }
+    __syncwarp();
+  }
+
+  // Makes tiles of the buckets from `first` on, of as many as there is room for. A warp does this.
+  template <int kTiles>
+  __device__ __forceinline__ void choose_buckets(int first, Batch<kTiles>& batch) const {
+    const int lane = threadIdx.x % kWarp, code = first + lane, count = num_codes;
+    int rows[2] = {0, 0}, begin[2], end[2];
+    if (code < count)
+      for (int side = 0; side < 2; ++side) rows[side] = starts[side][code + 1] - starts[side][code];
+    const bool exists = min(rows[0], rows[1]) > 0 && !is_listed(rows[0], rows[1], batch.kRows);
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int own = exists ? tiles_of(rows[side]) : 0;
+      end[side] = own;
+#pragma unroll
+      for (int delta = 1; delta < kWarp; delta *= 2) {
+        const int lower = __shfl_up_sync(kAllLanes, end[side], delta);
+        if (lane >= delta) end[side] += lower;
+      }
+      begin[side] = end[side] - own;
+    }
+    const uint32_t left_out = __ballot_sync(kAllLanes, code >= count || max(end[0], end[1]) > kTiles);
+    const int taken = left_out == 0 ? kWarp : __ffs(left_out) - 1;
+    if (lane == 0) batch.num_codes = taken;
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int all = __shfl_sync(kAllLanes, end[side], max(taken - 1, 0));
+      if (lane == 0) batch.num_tiles[side] = taken == 0 ? 0 : all;
+      if (lane >= taken) continue;
+#pragma unroll 1
+      for (int tile = begin[side]; tile < end[side]; ++tile) {
+        const int skipped = (tile - begin[side]) * kPicked;
+        batch.tiles[side][tile] = {starts[side][code] + skipped, min(rows[side] - skipped, kPicked), begin[1 - side],
+                                   end[1 - side] - begin[1 - side]};
+      }
+    }
+  }
+
+  // Copies which rows a batch has, ahead of when it is waited for. The block does this.
+  template <int kTiles>
+  __device__ __forceinline__ void copy_row_numbers(Batch<kTiles>& batch) const {
+    for (int i = threadIdx.x; batch.has_row(i); i += kThreads) {
+      const int2 place = batch.place_of(i);
+      const BucketTile& tile = batch.tiles[place.x][place.y / kPicked];
+      const int r = place.y % kPicked;
+      int32_t* to = batch.row[place.x] + place.y;
+      if (r < tile.count)
+        copy_ahead<4>(to, sides[place.x].order + tile.first + r, false);
+      else
+        *to = -1;
+    }
+  }
+
+  // Waits until the items of the head's hash functions before are done. A warp does this. One of a block's looks at
+  // the counter, as thousands would keep each other from it, and the others at what that one has seen.
+  __device__ __forceinline__ void wait_for_turn() {
+    if (threadIdx.x % kWarp == 0) {
+      for (int looks = 0;; ++looks) {
+        int32_t so_far;
+        asm volatile("ld.acquire.cta.shared.s32 %0, [%1];"
+                     : "=r"(so_far)
+                     : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(&seen)))
+                     : "memory");
+        if (so_far >= turn) break;
+        if (threadIdx.x >= kWarp && looks < kMostLooks) continue;
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+                     : "=r"(so_far)
+                     : "l"(__cvta_generic_to_global(done))
+                     : "memory");
+        asm volatile("st.release.cta.shared.s32 [%0], %1;"
+                     :
+                     : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(&seen))), "r"(so_far)
+                     : "memory");
+      }
+    }
+    __syncwarp();
+  }
+
+  // All that the block's threads have added comes before. Thread 0 does this when they have.
+  __device__ __forceinline__ void is_done() const {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" : : "l"(__cvta_generic_to_global(done)) : "memory");
+  }
+};
+
+// A block's shared memory.
+template <class In, int kColumns>
+struct MmaMemory {
+  static constexpr int kTiles = kColumns == 64 ? 11 : 5, kRows = kTiles * kPicked;
+  using Tiles = Batch<kTiles>;
+  // of queries, or keys, and their gradients, or values
+  alignas(256) In rows[2][kRows * kColumns], others[2][kRows * kColumns];
+  alignas(8) float inverse_length[2][kRows];
+  // each beside the next one; of items, their numbers too
+  Item<In> items[2];
+  Tiles batches[2];
+  int32_t numbers[2];
+
+  __device__ Matrix<kColumns> rows_of(int side) { return {reinterpret_cast<unsigned char*>(rows[side])}; }
+  __device__ Matrix<kColumns> others_of(int side) { return {reinterpret_cast<unsigned char*>(others[side])}; }
+
+  // Copies the rows of a batch. The block does this, and waits and meets before it reads them.
+  __device__ __forceinline__ void copy_rows(const HeadSide<In>* sides, const Tiles& batch, const Sizes& sizes) {
+    constexpr int kPieces = kColumns / 8, kStep = kThreads / kPieces;
+    const int piece = threadIdx.x % kPieces, first_place = threadIdx.x / kPieces;
+    const int row_size = piece * 8 < sizes.D ? 16 : 0, other_size = piece * 8 < sizes.Dv ? 16 : 0;
+#pragma unroll 1
+    for (int side = 0; side < 2; ++side) {
+      const In* rows_from = sides[side].rows + (row_size == 0 ? 0 : piece * 8);
+      const In* others_from = sides[side].others + (other_size == 0 ? 0 : piece * 8);
+      const uint32_t row_bytes = sides[side].row_bytes, other_bytes = sides[side].other_bytes;
+      const int count = batch.num_tiles[side] * kPicked;
+      const int32_t* number = batch.row[side] + first_place;
+      const auto to_rows = static_cast<uint32_t>(__cvta_generic_to_shared(rows_of(side).piece(first_place, piece)));
+      const auto to_others = static_cast<uint32_t>(__cvta_generic_to_shared(others_of(side).piece(first_place, piece)));
+#pragma unroll 3
+      for (int step = 0; step < (kRows - 1) / kStep + 1; ++step) {
+        if (first_place + step * kStep >= count) break;
+        // a step leaves the order of pieces as it is
+        const uint32_t skipped = step * kStep * Matrix<kColumns>::kRowBytes;
+        const int row = number[step * kStep];
+        copy_or_clear(to_others + skipped, row_at(others_from, max(row, 0), other_bytes), row < 0 ? 0 : other_size);
+        copy_or_clear(to_rows + skipped, row_at(rows_from, max(row, 0), row_bytes), row < 0 ? 0 : row_size);
+      }
+    }
+    for (int i = threadIdx.x; batch.has_row(i); i += kThreads) {
+      const int2 place = batch.place_of(i);
+      const int row = batch.row[place.x][place.y];
+      inverse_length[place.x][place.y] = row < 0 ? 0 : __ldg(sides[place.x].inverse_length + row);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static void copy_or_clear(uint32_t to, const In* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(to), "l"(from), "r"(bytes) : "memory");
+  }
+};
+
+// What a tile's sums of `side` get from its bucket. A warp computes it.
+template <class In, int kColumns>
+__device__ __forceinline__ void multiply_tile(MmaMemory<In, kColumns>& memory, const BucketTile& bucket_tile, int side,
+                                              int tile, float (&sums)[kColumns / 16][2][4]) {
+  const uint32_t lane = lane_in_bucket();
+  const int t = lane % 4, begin = bucket_tile.others_begin, end = begin + bucket_tile.others_count;
+  const Matrix<kColumns> targets = memory.others_of(side), sources = memory.others_of(1 - side),
+                         rows = memory.rows_of(1 - side);
+  uint32_t left[kColumns / 16][4];
+#pragma unroll
+  for (int i = 0; i < kColumns / 16; ++i)
+    load_matrices<false>(left[i], targets.piece(tile * kPicked + lane % 16, 2 * i + lane / 16));
+#pragma unroll 1
+  for (int source = begin; source < end; ++source) {
+    float w[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; ++i) {
+      uint32_t b[4];
+      load_matrices<false>(b, sources.piece(source * kPicked + lane / 16 * 8 + lane % 8, 2 * i + lane / 8 % 2));
+#pragma unroll
+      for (int n = 0; n < 2; ++n) multiply_add<In>(w[n], left[i], {b[2 * n], b[2 * n + 1]});
+    }
+    float2 inverses[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+      inverses[n] =
+          *reinterpret_cast<const float2*>(memory.inverse_length[1 - side] + source * kPicked + 8 * n + 2 * t);
+    float largest = 0;
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float inverse = i == 0 ? inverses[n].x : inverses[n].y;
+        w[n][i] *= inverse;
+        w[n][i + 2] *= inverse;
+        if constexpr (std::is_same_v<In, Half>) largest = max(largest, max(fabsf(w[n][i]), fabsf(w[n][i + 2])));
+      }
+    if constexpr (std::is_same_v<In, Half>) largest = warp_max(largest);
+    const Power<In> power(largest);
+    uint32_t a[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      a[i] = pack<In>(w[i / 2][i % 2 * 2] * power.up, w[i / 2][i % 2 * 2 + 1] * power.up);
+#pragma unroll
+    for (int pair = 0; pair < kColumns / 16; ++pair) {
+      uint32_t b[4];
+      load_matrices<true>(b, rows.piece(source * kPicked + lane % 16, 2 * pair + lane / 16));
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float some[4] = {};
+        auto& product = std::is_same_v<In, Half> ? some : sums[pair][n];
+        multiply_add<In>(product, a, {b[2 * n], b[2 * n + 1]});
+        if constexpr (std::is_same_v<In, Half>)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[pair][n][i] += some[i] * power.down;
+      }
+    }
+  }
+}
+
+// Adds a tile's sums. A warp has these.
+template <class In, int pairs>
+__device__ __forceinline__ void add_tile(const HeadSide<In>& side, const int32_t* rows, int columns,
+                                         const float (&sums)[pairs][2][4]) {
+  const uint32_t lane = lane_in_bucket();
+  SumRows to;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t row = rows[lane / 4 + 8 * half];
+    to.row[half] = row_at(side.sums, row, side.sum_bytes) + lane % 4 * 2;
+    to.exists[half] = row >= 0;
+  }
+  to.add(sums, 1, columns);
+}
+
+// Adds what an item has of the large buckets' tiles. The block does this, with the memory of a batch.
+template <class In, int kColumns>
+__device__ __forceinline__ void add_large_buckets(MmaMemory<In, kColumns>& memory, int this_item, int this_batch,
+                                                  const Sizes& sizes) {
+  constexpr int kTiles = MmaMemory<In, kColumns>::kTiles;
+  Item<In>& item = memory.items[unknown(this_item)];
+  auto& batch = memory.batches[unknown(this_batch)];
+  const int warp = threadIdx.x / kWarp;
+  for (int32_t tile = item.tiles_begin; tile < item.tiles_end;) {
+    int32_t bucket = item.large[0].code;
+    while (item.large[bucket].tiles_before > tile) --bucket;
+    const int32_t code = item.large[bucket].code;
+    const Span queries = span_of(item.sides[0], code), keys = span_of(item.sides[1], code);
+    int first = tile - item.large[bucket].tiles_before;
+    const int side = first >= tiles_of(queries.count);
+    if (side == 1) first -= tiles_of(queries.count);
+    const Span targets = side == 0 ? queries : keys, sources = side == 0 ? keys : queries;
+    const int count = min(min(item.tiles_end - tile, tiles_of(targets.count) - first), min(kWarps, kTiles));
+    const int num_others = tiles_of(sources.count);
+    float sums[kColumns / 16][2][4] = {};
+    for (int other = 0; other < num_others; other += kTiles) {
+      // nobody reads the memory any longer
+      __syncthreads();
+      if (warp == 0) {
+        const int others = min(num_others - other, kTiles);
+        batch.make_tiles(side, targets, first, count, others);
+        batch.make_tiles(1 - side, sources, other, others, 0);
+      }
+      __syncthreads();
+      item.copy_row_numbers(batch);
+      wait_for_copies();
+      __syncthreads();
+      memory.copy_rows(item.sides, batch, sizes);
+      wait_for_copies();
+      __syncthreads();
+      if (warp < count) multiply_tile(memory, batch.tiles[side][warp], side, warp, sums);
+    }
+    tile += count;
+    if (warp >= count) continue;
+    item.wait_for_turn();
+    add_tile(item.sides[side], batch.row[side] + warp * kPicked, sizes.D, sums);
   }
 }
 
 // add_buckets_kernel on tensor cores, where rows have up to kColumns columns, a multiple of 8, and are aligned to 16
-// bytes.
+// bytes. large: the lists of large buckets, with a place for `room` each. progress: the number of items that blocks have
+// taken, and then, for each head, of those that are done.
 template <class In, int kColumns>
 __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
-    add_buckets_mma_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int32_t hash) {
-  let_next_launch_start();
-  unsigned char* memory = shared_memory<unsigned char>();
-  unsigned char* warp_memory = memory + threadIdx.x / kWarp * (2 * kPicked * kColumns * sizeof(In));
-  // in shared memory they take no registers
-  HeadSide<In>* sides = reinterpret_cast<HeadSide<In>*>(memory + kWarps * 2 * kPicked * kColumns * sizeof(In));
-  if (threadIdx.x < 2)
-    sides[threadIdx.x] =
-        HeadSide<In>(threadIdx.x == 0 ? query_side : key_side, sizes, blockIdx.x / sizes.head_blocks, hash);
+    add_buckets_mma_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, const LargeBucket* large, int32_t room,
+                           int32_t* progress) {
+  using Tiles = typename MmaMemory<In, kColumns>::Tiles;
+  auto& memory = *shared_memory<MmaMemory<In, kColumns>>();
+  const int warp = threadIdx.x / kWarp;
+  // Makes an item and its first batch.
+  const auto begin_item = [&](int i, Tiles& batch) {
+    Item<In>& item = memory.items[i];
+    item.begin(memory.numbers[i], query_side, key_side, sizes, large, room, progress);
+    if (item.num_codes > 0) item.choose_buckets(0, batch);
+  };
+  if (threadIdx.x == 0)
+    for (int32_t& number : memory.numbers) number = atomicAdd(progress, 1);
   __syncthreads();
-  for_buckets(
-      sides, sizes,
+  if (warp == 0) begin_item(0, memory.batches[0]);
+  __syncthreads();
+  if (memory.items[0].num_codes == 0) return;
+  memory.items[0].copy_row_numbers(memory.batches[0]);
+  wait_for_copies();
+  __syncthreads();
+
+  for (int first = 0, this_item = 0, this_batch = 0;; this_batch ^= 1) {
+    Item<In>& item = memory.items[this_item];
+    const Tiles& batch = memory.batches[this_batch];
+    const int chosen = batch.num_codes, next_code = first + max(chosen, 1);
+    const bool is_last = next_code >= item.num_codes;
+    if (chosen > 0) {
+      memory.copy_rows(item.sides, batch, sizes);
+    } else {
       // with so many rows, the products of all pairs would cost more
-      [](const Span& q, const Span& k) { return max(q.count, k.count) > kColumns; },
-      [&](const Span& q, const Span& k) { add_small_bucket<kColumns>(sides[0], q, sides[1], k, sizes, warp_memory); },
-      [&](int side, const Span& targets, const Span& sources) {
-        add_pairs_of_tile<kColumns>(sides[side], targets, sides[1 - side], sources, sizes, warp_memory);
-      },
-      [&](int side, const Span& targets, const Span& sources) {
-        add_through_product<kColumns>(sides[side], targets, sides[1 - side], sources, sizes, memory);
-      });
-  // also where there was nothing to add: a launch ends after those before it
-  wait_for_launches_before();
+      item.wait_for_turn();
+#pragma unroll 1
+      for (int side = 0; side < 2; ++side) {
+        const auto span = [&](int side) {
+          const int32_t* start = item.starts[side] + first;
+          return Span{start[0], start[1] - start[0]};
+        };
+        add_through_product<kColumns>(item.sides[side], span(side), item.sides[1 - side], span(1 - side), sizes,
+                                      reinterpret_cast<unsigned char*>(&memory));
+      }
+    }
+    // what comes next, while the rows do
+    if (warp == 0) {
+      Tiles& next_batch = memory.batches[unknown(this_batch ^ 1)];
+      if (is_last)
+        begin_item(unknown(this_item ^ 1), next_batch);
+      else
+        memory.items[unknown(this_item)].choose_buckets(next_code, next_batch);
+    } else if (is_last && threadIdx.x == kWarp) {
+      memory.numbers[this_item] = atomicAdd(progress, 1);
+    }
+    wait_for_copies();
+    __syncthreads();
+    const Item<In>& next_item = memory.items[unknown(this_item ^ is_last)];
+    if (next_item.num_codes > 0) next_item.copy_row_numbers(memory.batches[unknown(this_batch ^ 1)]);
+    const int query_tiles = batch.num_tiles[0], tiles = query_tiles + batch.num_tiles[1];
+    for (int i = warp; i < tiles; i += kWarps) {
+      const int side = i >= query_tiles, tile = i - side * query_tiles;
+      float sums[kColumns / 16][2][4] = {};
+      multiply_tile(memory, batch.tiles[side][tile], side, tile, sums);
+      // read anew, as pointers that last through the products would not fit the registers
+      Item<In>& adding = memory.items[unknown(this_item)];
+      adding.wait_for_turn();
+      add_tile(adding.sides[side], memory.batches[unknown(this_batch)].row[side] + tile * kPicked, sizes.D, sums);
+    }
+    if (is_last) add_large_buckets(memory, this_item, this_batch, sizes);
+    wait_for_copies();
+    // all has been added, and nobody reads the rows any longer
+    __syncthreads();
+    first = next_code;
+    if (!is_last) continue;
+    if (threadIdx.x == 0) item.is_done();
+    this_item ^= 1;
+    if (memory.items[this_item].num_codes == 0) return;
+    first = 0;
+  }
 }
 
 }  // namespace

@@ -113,7 +113,7 @@ void launch(const Device& device, void (*kernel)(Parameters...), int64_t blocks,
 }
 
 // The block's shared memory, whose size the launch gives: the only kind that kernels use.
-extern __shared__ __align__(16) unsigned char shared_memory_bytes[];
+extern __shared__ __align__(256) unsigned char shared_memory_bytes[];
 template <class T>
 __device__ T* shared_memory() {
   return reinterpret_cast<T*>(shared_memory_bytes);

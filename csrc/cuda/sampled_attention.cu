@@ -26,13 +26,13 @@ constexpr int64_t kHashesOfCopy = 4;
 constexpr int kTileEntries = 16, kTileRows = 16, kTileColumns = 16;
 // Rows that tensor cores count; a GPU's shared memory does not hold as many.
 constexpr int64_t kMostTileRows = 16000;
-// of a block that builds tables from shared memory
-constexpr int kBuildThreads = 512;
+// Threads of a block that has a copy of values or tables.
+constexpr int kCopyThreads = 1024;
 // Where queries share copies of the tables' columns: lanes that a query has, queries that a lane has, how many of a
 // block's queries there are at least for every entry of a table, and tables that threads wait for at once if these fit.
-constexpr int kSharingThreads = 1024, kSharingLanes = 2, kSharingQueries = 4, kQueriesOfEntry = 2;
+constexpr int kSharingLanes = 2, kSharingQueries = 4, kQueriesOfEntry = 2;
 constexpr int kTablesAtOnce = 2;
-constexpr int kSharingColumns = kSharingLanes * kLaneColumns, kSharingRows = kSharingThreads / kSharingLanes;
+constexpr int kSharingColumns = kSharingLanes * kLaneColumns, kSharingRows = kCopyThreads / kSharingLanes;
 
 // The heads from first_head on, and of their hash functions those from first_hash on.
 template <class In, class Code>
@@ -176,7 +176,7 @@ __device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32
                                                int lane_bits) {
   constexpr int kSteps = 2;
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-  const int32_t table_size = 1 << p.hash_code_len, warp = threadIdx.x / kWarp, warps = kBuildThreads / kWarp;
+  const int32_t table_size = 1 << p.hash_code_len, warp = threadIdx.x / kWarp, warps = kCopyThreads / kWarp;
   // as powers of two, how many tiles of columns there are, and how many of a table's entries
   const int column_bits = max(lane_bits - 1, 0), tile_bits = max(p.hash_code_len - 4, 0);
   const int32_t count = hashes << tile_bits << column_bits, columns = kLaneColumns << lane_bits;
@@ -269,7 +269,7 @@ __device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32
 // Fills the tables where rows are aligned, from a copy of some columns of all values in shared memory. A block has
 // 2^lane_bits lanes' columns, and 1 / parts of the hash functions, of a head.
 template <class In, class Code>
-__global__ void __launch_bounds__(kBuildThreads, 1)
+__global__ void __launch_bounds__(kCopyThreads, 1)
     build_from_shared_kernel(Problem<In, Code> p, int lane_bits, int32_t slices, int32_t parts) {
   constexpr int kPieceColumns = kPieceBytes / sizeof(In);
   const int32_t part = blockIdx.x % parts, slice = blockIdx.x / parts % slices, head = blockIdx.x / parts / slices;
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kBuildThreads, 1)
   // a lane's columns of all rows, then those of the next lane
   In* shared = shared_memory<In>();
   const int32_t lane_size = row_stride(p.M) * kLaneColumns;
-  const int32_t pieces = columns / kPieceColumns, row_step = kBuildThreads / pieces;
+  const int32_t pieces = columns / kPieceColumns, row_step = kCopyThreads / pieces;
   const int32_t column = threadIdx.x % pieces * kPieceColumns, first_row = threadIdx.x / pieces;
   In* to = shared + column / kLaneColumns * lane_size + column % kLaneColumns;
   const int32_t rows = first_column + column < p.Dv ? p.M : 0;
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kBuildThreads, 1)
   } else {
     __syncthreads();
   }
-  const int32_t entries = hashes << p.hash_code_len, entry_step = kBuildThreads >> lane_bits;
+  const int32_t entries = hashes << p.hash_code_len, entry_step = kCopyThreads >> lane_bits;
   const int32_t lane = threadIdx.x & ((1 << lane_bits) - 1);
   for (int32_t first = 0; first < entries; first += entry_step) {
     const int32_t entry = first + (threadIdx.x >> lane_bits);
@@ -391,7 +391,7 @@ __host__ __device__ inline int32_t sharing_slices(int32_t row_columns) {
 // one. A block has some columns of many queries of a head, and those of each table in turn in shared memory: of as many
 // tables as at_once says, a power of two, and of as many on their way.
 template <class In, class Code>
-__global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(Problem<In, Code> p, int at_once) {
+__global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Problem<In, Code> p, int at_once) {
   using T = Accumulator<In>;
   constexpr int kPieceColumns = kPieceBytes / sizeof(Sum<In>), kPieces = kSharingColumns / kPieceColumns;
   constexpr int kAhead = kSharingQueries / 2;
@@ -422,10 +422,10 @@ __global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(
       int32_t entry = threadIdx.x / kPieces;
       const Sum<In>* from = row_at(tables + (clear ? 0 : copied_column), hash * table_size + entry, p.entry_bytes);
 #pragma unroll 1
-      for (; entry < table_size; entry += kSharingThreads / kPieces) {
+      for (; entry < table_size; entry += kCopyThreads / kPieces) {
         copy_ahead<16>(to, from, clear);
-        to += kSharingThreads * kPieceColumns;
-        from = row_at(from, kSharingThreads / kPieces, p.entry_bytes);
+        to += kCopyThreads * kPieceColumns;
+        from = row_at(from, kCopyThreads / kPieces, p.entry_bytes);
       }
     }
   };
@@ -565,7 +565,7 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
           const int64_t at_once = device.num_multiprocessors() / (heads * build_slices);
           const auto parts =
               static_cast<int32_t>(std::clamp<int64_t>(at_once, 1, divide_up(p.hashes, kHashesOfCopy)));
-          launch(device, build_from_shared_kernel<In, Code>, heads * build_slices * parts, kBuildThreads,
+          launch(device, build_from_shared_kernel<In, Code>, heads * build_slices * parts, kCopyThreads,
                  lane_bytes << build_lane_bits, p, build_lane_bits, build_slices, parts);
         } else {
           launch(device, build, blocks(p.hashes << hash_code_len), kRowThreads, 0, p);
@@ -573,7 +573,7 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
         if constexpr (std::is_same_v<In, BFloat16>)
           if (sharing) {
             launch(device, read_shared_tables_kernel<In, Code>,
-                   heads * sharing_blocks(p.N) * sharing_slices(p.row_columns), kSharingThreads,
+                   heads * sharing_blocks(p.N) * sharing_slices(p.row_columns), kCopyThreads,
                    tables_at_once * two_tables, p, tables_at_once);
             if (p.inverse_length != nullptr)
               launch(device, scale_rows_kernel<In, Code>, blocks(p.N), kRowThreads, 0, p);

@@ -1,7 +1,7 @@
 // The gradient of sampled attention for query and key, by buckets: linear in the number of rows whatever the data.
-// A launch adds one hash function: a row is in one of its buckets, so every sum has one addend a launch, and what
-// order the blocks run in does not matter. The next launch may do all else meanwhile. The kernels that add are in
-// buckets_any.h and, for tensor cores, buckets_mma.h.
+// Hash functions are added one after the other: a row is in one bucket of each, so its sum gets the addends in their
+// order, whatever order the blocks run in. The kernels that add are in buckets_any.h, a launch for each hash function,
+// and, for tensor cores, buckets_mma.h, where blocks wait for each other.
 #include "buckets_any.h"
 #include "buckets_mma.h"
 #include "rows.h"
@@ -13,10 +13,13 @@ namespace {
 // the most codes that a block has
 constexpr int64_t kBlockCodes = 32;
 
-// Fills in the inverse lengths of a side's rows, and clears its sums.
+// Fills in the inverse lengths of a side's rows, and clears its sums and `count` counters.
 template <class In, bool aligned>
-__global__ void __launch_bounds__(kRowThreads) prepare_kernel(Side<In> side, Sizes sizes, int lane_bits) {
+__global__ void __launch_bounds__(kRowThreads)
+    prepare_kernel(Side<In> side, Sizes sizes, int lane_bits, int32_t* counters, int32_t count) {
   using T = Accumulator<In>;
+  if (blockIdx.x == 0)
+    for (int32_t i = threadIdx.x; i < count; i += kRowThreads) counters[i] = 0;
   const RowPlace place(side.count, lane_bits, 1);
   // lanes past the last row stay: the sum of squares is the warp's
   const bool exists = place.row < side.count;
@@ -81,25 +84,59 @@ bool fits_tensor_cores(const Tensor& rows) {
   return sizeof(In) == 2 && rows.size(3) <= 128 && aligned(rows_of<In>(rows), rows.size(3));
 }
 
+// How many tiles of either side a block of add_buckets_mma_kernel has room for.
+constexpr int32_t block_tiles(int64_t columns) {
+  return columns <= 64 ? MmaMemory<BFloat16, 64>::kTiles : MmaMemory<BFloat16, 128>::kTiles;
+}
+
+// What add_buckets_mma_kernel needs beside the sums.
+struct MmaWorkspace {
+  // rows of either side that a block has, and large buckets that a hash function has at most
+  int32_t block_rows, room;
+  Tensor large, progress;
+
+  MmaWorkspace(const Tensor& like, int64_t columns, int64_t rows, int64_t lists, int64_t heads)
+      : block_rows(block_tiles(columns) * kPicked),
+        room(static_cast<int32_t>(rows / (block_rows + 1))),
+        large(empty_tensor(like, {lists, 1 + room, sizeof(LargeBucket) / sizeof(int32_t)}, ScalarType::Int)),
+        progress(empty_tensor(like, {1 + heads}, ScalarType::Int)) {}
+
+  LargeBucket* large_buckets() const { return static_cast<LargeBucket*>(large.mutable_data_ptr()); }
+  int32_t* counters() const { return static_cast<int32_t*>(progress.mutable_data_ptr()); }
+};
+
+// How many codes a block has at a time where it has room for so many tiles.
+int64_t codes_of_block(int64_t most_tiles, int64_t rows, int64_t table_size) {
+  // of few rows, a bucket has some of both sides rarely
+  const double mean = static_cast<double>(rows) / table_size;
+  const double tiles = mean < 1 ? mean * mean : std::max(1.0, (mean + kPicked / 2) / kPicked);
+  const int64_t most = std::min<int64_t>(table_size, Item<BFloat16>::kMostCodes);
+  return tiles * most > most_tiles ? std::max<int64_t>(static_cast<int64_t>(most_tiles / tiles), 1) : most;
+}
+
+// Adds the buckets of all hash functions on `resident` blocks, as many as run at a time.
 template <class In>
-void add_buckets(const Device& device, const Side<In>& queries, const Side<In>& keys, const Sizes& sizes, int32_t hash,
-                 bool tensor_cores) {
+void add_buckets(const Device& device, const Side<In>& queries, const Side<In>& keys, const Sizes& sizes,
+                 int64_t resident, const std::optional<MmaWorkspace>& mma) {
   const int64_t blocks = int64_t{sizes.heads} * sizes.head_blocks;
-  const auto add = [&](auto kernel, size_t shared_bytes) {
-    // but for the additions, a hash function does not need those before it
+  if constexpr (sizeof(In) == 2)
+    if (mma) {
+      const int32_t lists = sizes.heads * sizes.num_hash;
+      launch(device, list_large_buckets_kernel, divide_up(lists, kWarps), kThreads, 0, queries.starts, keys.starts,
+             lists, sizes.table_size, mma->block_rows, mma->room, mma->large_buckets());
+      const auto add = [&](auto kernel, size_t shared_bytes) {
+        launch(device, kernel, std::min(blocks * sizes.num_hash, resident), kThreads, shared_bytes, queries, keys,
+               sizes, mma->large_buckets(), mma->room, mma->counters());
+      };
+      return std::max(sizes.D, sizes.Dv) <= 64 ? add(add_buckets_mma_kernel<In, 64>, sizeof(MmaMemory<In, 64>))
+                                               : add(add_buckets_mma_kernel<In, 128>, sizeof(MmaMemory<In, 128>));
+    }
+  // but for the additions, a hash function does not need those before it
+  for (int32_t hash = 0; hash < sizes.num_hash; ++hash)
     if (hash > 0)
-      launch<true>(device, kernel, blocks, kThreads, shared_bytes, queries, keys, sizes, hash);
+      launch<true>(device, add_buckets_kernel<In>, blocks, kThreads, sizeof(AnyMemory<In>), queries, keys, sizes, hash);
     else
-      launch(device, kernel, blocks, kThreads, shared_bytes, queries, keys, sizes, hash);
-  };
-  if constexpr (sizeof(In) == 2) {
-    const auto mma_bytes = [](int columns) {
-      return kWarps * 2 * kPicked * columns * sizeof(In) + 2 * sizeof(HeadSide<In>);
-    };
-    if (tensor_cores && std::max(sizes.D, sizes.Dv) <= 64) return add(add_buckets_mma_kernel<In, 64>, mma_bytes(64));
-    if (tensor_cores) return add(add_buckets_mma_kernel<In, 128>, mma_bytes(128));
-  }
-  add(add_buckets_kernel<In>, sizeof(AnyMemory<In>));
+      launch(device, add_buckets_kernel<In>, blocks, kThreads, sizeof(AnyMemory<In>), queries, keys, sizes, hash);
 }
 
 template <class In>
@@ -112,15 +149,27 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
   const int64_t D = query.size(3), Dv = value.size(3), table_size = int64_t{1} << hash_code_len;
   const int64_t head_bytes = (N + M) * ((D + Dv) * int64_t{sizeof(In)} + D * int64_t{sizeof(T)});
   const int64_t heads_sorted = heads_at_once(all_heads, m, (N + M) / 2, hash_code_len);
-  // heads whose rows and sums the cache keeps from one hash function to the next
-  const int64_t heads_added = std::clamp<int64_t>(device.cached_bytes() / head_bytes, 1, heads_sorted);
   const bool tensor_cores = fits_tensor_cores<In>(grad) && fits_tensor_cores<In>(query) &&
                             fits_tensor_cores<In>(key) && fits_tensor_cores<In>(value);
-  // a launch has the blocks that run at a time, by the kernels' launch bounds, or more
+  // by the kernels' launch bounds
   const bool one_at_a_time = sizeof(In) == 8 || (tensor_cores && std::max(D, Dv) > 64);
   const int64_t resident = (one_at_a_time ? 1 : 2) * device.num_multiprocessors();
-  const int64_t block_codes = std::min(divide_up(heads_added * table_size, resident), kBlockCodes);
+  // heads whose rows and sums the cache keeps from one hash function to the next
+  const int64_t heads_cached = std::clamp<int64_t>(device.cached_bytes() / head_bytes, 1, heads_sorted);
+  int64_t block_codes, heads_added;
+  if (tensor_cores) {
+    block_codes = codes_of_block(block_tiles(std::max(D, Dv)), std::max(N, M), table_size);
+    const int64_t head_blocks = divide_up(table_size, block_codes);
+    // or so many that there is another one's work for blocks that wait; what they do is counted in 32 bits
+    heads_added = std::max(heads_cached, resident / head_blocks + 2);
+    heads_added = std::clamp<int64_t>((int64_t{1} << 30) / (head_blocks * m), 1, std::min(heads_added, heads_sorted));
+  } else {
+    block_codes = std::min(divide_up(heads_cached * table_size, resident), kBlockCodes);
+    heads_added = heads_cached;
+  }
   const int64_t head_blocks = divide_up(table_size, block_codes);
+  std::optional<MmaWorkspace> mma;
+  if (tensor_cores) mma.emplace(query, std::max(D, Dv), N + M, heads_added * m, heads_added);
 
   const ScalarType sum_dtype = length_dtype(query);
   const Tensor lengths = empty_tensor(query, {heads_added, N + M}, sum_dtype);
@@ -154,8 +203,9 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
       const int lane_bits = lane_bits_for(D);
       for (const Side<In>& rows : {queries, keys})
         launch(device, aligned(rows.rows, D) ? prepare_kernel<In, true> : prepare_kernel<In, false>,
-               heads * blocks_of_head(rows.count, lane_bits), kRowThreads, 0, rows, sizes, lane_bits);
-      for (int32_t hash = 0; hash < m; ++hash) add_buckets(device, queries, keys, sizes, hash, tensor_cores);
+               heads * blocks_of_head(rows.count, lane_bits), kRowThreads, 0, rows, sizes, lane_bits,
+               mma ? mma->counters() : nullptr, mma ? 1 + heads : 0);
+      add_buckets(device, queries, keys, sizes, resident, mma);
       const T scale = static_cast<T>(hash_code_len) / (2 * m);
       const auto finish = [&](const Side<In>& side, const Rows<In>& out) {
         const bool whole = aligned(side.rows, D) && aligned(out, D);

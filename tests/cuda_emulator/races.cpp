@@ -96,6 +96,7 @@ Record& record_of(uintptr_t address) {
 }
 
 void on_access(Access access, const void* address, size_t bytes, const char* place) {
+  if (access == Access::kSync) return;
   const bool reads = access == Access::kRead, adds = access == Access::kAddInteger;
   const char* const what = reads ? "read" : adds ? "addition" : "write";
   const Moment now = Moment::now(place);

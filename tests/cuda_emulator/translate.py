@@ -181,17 +181,17 @@ class Function:
         where = "shared" if space == "shared" else "memory"
         return f"{where}_at<{kind}, {count}, Access::{access}>({address}, {self.place})"
 
-    def load(self, to: str, address: str, space: str, kind: str) -> str:
+    def load(self, to: str, address: str, space: str, kind: str, access: str) -> str:
         registers = vector(to)
-        at = self.memory(address, space, "kRead", kind, len(registers))
+        at = self.memory(address, space, access, kind, len(registers))
         # an address may be in one of the registers that are loaded
         loads = " ".join(f"const {kind} x{i} = at[{i}];" for i in range(len(registers)))
         sets = " ".join(self.assign(register, f"x{i}", kind) for i, register in enumerate(registers))
         return f"{{ const auto* const at = {at}; {loads} {sets} }}"
 
-    def store(self, address: str, x: str, space: str, kind: str) -> str:
+    def store(self, address: str, x: str, space: str, kind: str, access: str) -> str:
         values = vector(x)
-        at = self.memory(address, space, "kWrite", kind, len(values))
+        at = self.memory(address, space, access, kind, len(values))
         stores = " ".join(f"at[{i}] = {self.value(v, kind)};" for i, v in enumerate(values))
         return f"{{ auto* const at = {at}; {stores} }}"
 
@@ -344,10 +344,12 @@ class Function:
         return self.assign(operands[0], f"insert_bits<{kind}>({arguments})", kind)
 
     def ld_instruction(self, modifiers: list[str], operands: list[str]) -> str:
-        return self.load(*operands, self.space_of(modifiers), TYPES[modifiers[-1]])
+        access = "kSync" if "acquire" in modifiers else "kRead"
+        return self.load(*operands, self.space_of(modifiers), TYPES[modifiers[-1]], access)
 
     def st_instruction(self, modifiers: list[str], operands: list[str]) -> str:
-        return self.store(*operands, self.space_of(modifiers), TYPES[modifiers[-1]])
+        access = "kSync" if "release" in modifiers else "kWrite"
+        return self.store(*operands, self.space_of(modifiers), TYPES[modifiers[-1]], access)
 
     @staticmethod
     def space_of(modifiers: list[str]) -> str:
@@ -355,8 +357,16 @@ class Function:
 
     def red_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
         space, kind = self.space_of(modifiers), TYPES[modifiers[-1]]
-        access = {("shared", True): "kAddInteger", ("global", False): "kAdd"}.get((space, "int" in kind))
+        access = "kAdd" if space == "global" else "kAddInteger" if space == "shared" and "int" in kind else None
         return self.add_to_memory(*operands, space, access, kind) if "add" in modifiers and access else None
+
+    def atom_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
+        if "add" not in modifiers or self.space_of(modifiers) != "global":
+            return None
+        kind = TYPES[modifiers[-1]]
+        at = self.memory(operands[1], "global", "kAdd", kind, 1)
+        add = f"const {kind} before = *at; *at += {self.value(operands[2], kind)};"
+        return f"{{ auto* const at = {at}; {add} {self.assign(operands[0], 'before', kind)} }}"
 
     def bar_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
         if modifiers == ["red", "or", "pred"] and operands[1] == "0":
