@@ -291,6 +291,64 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
     }
 }
 
+// Calls, for the buckets that a block has of a hash function and in which both sides have rows: of up to kPicked rows a
+// side, small(query_span, key_span) by one warp; of more, where is_crowded(query_span, key_span) is false, tile(side,
+// target_span, source_span) by one warp for every kPicked rows of either side; else crowded(side, target_span,
+// source_span) by the block, for each side.
+template <class In, class IsCrowded, class Small, class OfTile, class Crowded>
+__device__ __forceinline__ void for_buckets(const HeadSide<In>* sides, const Sizes& sizes, const IsCrowded& is_crowded,
+                                            const Small& small, const OfTile& tile, const Crowded& crowded) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int32_t begin = static_cast<int32_t>(blockIdx.x % sizes.head_blocks) * sizes.block_codes;
+  const int32_t end = min(begin + sizes.block_codes, sizes.table_size);
+  // the warp whose turn it is
+  int turn = 0;
+  for (int32_t first = begin; first < end; first += kWarp) {
+    Span query_span = {0, 0}, key_span = {0, 0};
+    if (first + lane < end) {
+      query_span = span_of(sides[0], first + lane);
+      key_span = span_of(sides[1], first + lane);
+    }
+    const int largest = query_span.count == 0 || key_span.count == 0 ? 0 : max(query_span.count, key_span.count);
+    const bool is_small = largest <= kPicked, has_crowd = !is_small && is_crowded(query_span, key_span);
+    const auto from_lane = [](const Span& span, int source) {
+      return Span{__shfl_sync(kAllLanes, span.first, source), __shfl_sync(kAllLanes, span.count, source)};
+    };
+    const auto from_either = [](bool first, const Span& a, const Span& b) {
+      return Span{first ? a.first : b.first, first ? a.count : b.count};
+    };
+    const uint32_t smalls = __ballot_sync(kAllLanes, largest > 0 && is_small);
+    const int before = __popc(smalls & ~(kAllLanes << lane));
+    const bool is_mine = (smalls >> lane & 1) != 0 && (turn + before) % kWarps == warp;
+    for (uint32_t left = __ballot_sync(kAllLanes, is_mine); left != 0; left &= left - 1) {
+      const int source = __ffs(left) - 1;
+      small(from_lane(query_span, source), from_lane(key_span, source));
+    }
+    turn = (turn + __popc(smalls)) % kWarps;
+    for (uint32_t left = __ballot_sync(kAllLanes, !is_small && !has_crowd); left != 0; left &= left - 1) {
+      const int source = __ffs(left) - 1;
+      const Span q = from_lane(query_span, source), k = from_lane(key_span, source);
+      const int query_tiles = (q.count + kPicked - 1) / kPicked,
+                tiles = query_tiles + (k.count + kPicked - 1) / kPicked;
+      for (int i = (warp - turn + kWarps) % kWarps; i < tiles; i += kWarps) {
+        const bool is_query = i < query_tiles;
+        const int skipped = (is_query ? i : i - query_tiles) * kPicked;
+        const Span targets = from_either(is_query, q, k);
+        tile(!is_query, Span{targets.first + skipped, targets.count - skipped}, from_either(is_query, k, q));
+      }
+      turn = (turn + tiles) % kWarps;
+    }
+    for (uint32_t left = __ballot_sync(kAllLanes, has_crowd); left != 0; left &= left - 1) {
+      const int source = __ffs(left) - 1;
+      const Span q = from_lane(query_span, source), k = from_lane(key_span, source);
+#pragma unroll 1
+      for (int side = 0; side < 2; ++side) crowded(side, from_either(side == 0, q, k), from_either(side == 0, k, q));
+      // the memory is the warps' again
+      __syncthreads();
+    }
+  }
+}
+
 // The shared memory of add_buckets_kernel.
 template <class In>
 struct AnyMemory {

@@ -575,8 +575,7 @@ __device__ __forceinline__ void multiply_tile(MmaMemory<In, kColumns>& memory, c
     const Power<In> power(largest);
     uint32_t a[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      a[i] = pack<In>(w[i / 2][i % 2 * 2] * power.up, w[i / 2][i % 2 * 2 + 1] * power.up);
+    for (int i = 0; i < 4; ++i) a[i] = pack<In>(w[i / 2][i % 2 * 2] * power.up, w[i / 2][i % 2 * 2 + 1] * power.up);
 #pragma unroll
     for (int pair = 0; pair < kColumns / 16; ++pair) {
       uint32_t b[4];
@@ -654,8 +653,8 @@ __device__ __forceinline__ void add_large_buckets(MmaMemory<In, kColumns>& memor
 }
 
 // add_buckets_kernel on tensor cores, where rows have up to kColumns columns, a multiple of 8, and are aligned to 16
-// bytes. large: the lists of large buckets, with a place for `room` each. progress: the number of items that blocks have
-// taken, and then, for each head, of those that are done.
+// bytes. large: the lists of large buckets, with a place for `room` each. progress: the number of items that blocks
+// have taken, and then, for each head, of those that are done.
 template <class In, int kColumns>
 __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
     add_buckets_mma_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, const LargeBucket* large, int32_t room,
