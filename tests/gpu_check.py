@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 # what computes on the device that the tests put their tensors on, and how many of it run at the same time: each has
 # some GB of the GPU's memory, and most wait for the CPU
-TESTS = "cuda_device ops kernels hashing local_window attention modeling_yoso"
+TESTS = ["cuda_device", "ops", "kernels", "hashing", "local_window", "attention", "modeling_yoso"]
 MOST_WORKERS = 12
 # seconds for all, of which the benchmarks get what the steps before leave
 LIMIT = 470
@@ -82,7 +82,7 @@ def main() -> int:
     if steps[-1][1] == "passed":
         workers = str(max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) - 2)))
         pytest = [python, "-m", "pytest", "-q", "-n", workers, "-p", "no:cacheprovider", "-k", LEFT_OUT]
-        files = [f"tests/test_{name}.py" for name in TESTS.split()]
+        files = [f"tests/test_{name}.py" for name in TESTS]
         sanitizer = shutil.which("compute-sanitizer")
         # failed calls of torch's libraries are none of ours; our own raise
         sanitize = [sanitizer, "--report-api-errors", "no", "--error-exitcode", "1"]

@@ -287,7 +287,8 @@ __device__ __forceinline__ bool is_listed(int32_t queries, int32_t keys, int32_t
   return min(queries, keys) > 0 && most > block_rows && most <= kManyRows;
 }
 
-// Lists the large buckets of `lists` heads' hash functions, of which each has a place for `room`. A warp makes a list.
+// Lists the large buckets of the hash functions of some heads, of which each has a place for `room`. A warp makes a
+// list.
 __global__ void __launch_bounds__(kThreads)
     list_large_buckets_kernel(const int32_t* query_starts, const int32_t* key_starts, int32_t lists, int32_t table_size,
                               int32_t block_rows, int32_t room, LargeBucket* large) {

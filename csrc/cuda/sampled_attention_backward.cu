@@ -104,7 +104,9 @@ struct MmaWorkspace {
         large(empty_tensor(like, {lists, 1 + room, sizeof(LargeBucket) / sizeof(int32_t)}, ScalarType::Int)),
         progress(empty_tensor(like, {1 + heads}, ScalarType::Int)) {}
 
-  LargeBucket* large_buckets() const { return static_cast<LargeBucket*>(large.mutable_data_ptr()); }
+  LargeBucket* large_buckets(int64_t list) const {
+    return static_cast<LargeBucket*>(large.mutable_data_ptr()) + list * (1 + room);
+  }
   int32_t* counters() const { return static_cast<int32_t*>(progress.mutable_data_ptr()); }
 };
 
@@ -117,19 +119,17 @@ int64_t codes_of_block(int64_t most_tiles, int64_t rows, int64_t table_size) {
   return tiles * most > most_tiles ? std::max<int64_t>(static_cast<int64_t>(most_tiles / tiles), 1) : most;
 }
 
-// Adds the buckets of all hash functions on `resident` blocks, as many as run at a time.
+// Adds the buckets of all hash functions on `resident` blocks, as many as run at a time. The lists of large buckets begin
+// with that of `first_list`.
 template <class In>
 void add_buckets(const Device& device, const Side<In>& queries, const Side<In>& keys, const Sizes& sizes,
-                 int64_t resident, const std::optional<MmaWorkspace>& mma) {
+                 int64_t resident, const std::optional<MmaWorkspace>& mma, int64_t first_list) {
   const int64_t blocks = int64_t{sizes.heads} * sizes.head_blocks;
   if constexpr (sizeof(In) == 2)
     if (mma) {
-      const int32_t lists = sizes.heads * sizes.num_hash;
-      launch(device, list_large_buckets_kernel, divide_up(lists, kWarps), kThreads, 0, queries.starts, keys.starts,
-             lists, sizes.table_size, mma->block_rows, mma->room, mma->large_buckets());
       const auto add = [&](auto kernel, size_t shared_bytes) {
         launch(device, kernel, std::min(blocks * sizes.num_hash, resident), kThreads, shared_bytes, queries, keys,
-               sizes, mma->large_buckets(), mma->room, mma->counters());
+               sizes, mma->large_buckets(first_list), mma->room, mma->counters());
       };
       return std::max(sizes.D, sizes.Dv) <= 64 ? add(add_buckets_mma_kernel<In, 64>, sizeof(MmaMemory<In, 64>))
                                                : add(add_buckets_mma_kernel<In, 128>, sizeof(MmaMemory<In, 128>));
@@ -173,7 +173,7 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
   }
   const int64_t head_blocks = divide_up(table_size, block_codes);
   std::optional<MmaWorkspace> mma;
-  if (tensor_cores) mma.emplace(query, std::max(D, Dv), N + M, heads_added * m, heads_added);
+  if (tensor_cores) mma.emplace(query, std::max(D, Dv), N + M, heads_sorted * m, heads_added);
 
   const ScalarType sum_dtype = length_dtype(query);
   const Tensor lengths = empty_tensor(query, {heads_added, N + M}, sum_dtype);
@@ -183,6 +183,14 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
     const int64_t sorted_end = std::min(sorted + heads_sorted, all_heads);
     const SortedCodes query_order = sort_codes(device, query_codes, sorted, sorted_end - sorted, hash_code_len);
     const SortedCodes key_order = sort_codes(device, key_codes, sorted, sorted_end - sorted, hash_code_len);
+    if (mma) {
+      const auto starts_of = [](const SortedCodes& order) {
+        return static_cast<const int32_t*>(order.starts.const_data_ptr());
+      };
+      const int64_t lists = (sorted_end - sorted) * m;
+      launch(device, list_large_buckets_kernel, divide_up(lists, kWarps), kThreads, 0, starts_of(query_order),
+             starts_of(key_order), lists, table_size, mma->block_rows, mma->room, mma->large_buckets(0));
+    }
     for (int64_t first = sorted; first < sorted_end; first += heads_added) {
       const int64_t heads = std::min(heads_added, sorted_end - first);
       const auto narrow = [](int64_t x) { return static_cast<int32_t>(x); };
@@ -209,7 +217,7 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
         launch(device, aligned(rows.rows, D) ? prepare_kernel<In, true> : prepare_kernel<In, false>,
                heads * blocks_of_head(rows.count, lane_bits), kRowThreads, 0, rows, sizes, lane_bits,
                mma ? mma->counters() : nullptr, mma ? 1 + heads : 0);
-      add_buckets(device, queries, keys, sizes, resident, mma);
+      add_buckets(device, queries, keys, sizes, resident, mma, (first - sorted) * m);
       const T scale = static_cast<T>(hash_code_len) / (2 * m);
       const auto finish = [&](const Side<In>& side, const Rows<In>& out) {
         const bool whole = aligned(side.rows, D) && aligned(out, D);

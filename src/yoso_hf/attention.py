@@ -55,9 +55,10 @@ EXACT_TOKENS_PER_HASH = {"cosine": 11, "softmax": 40}
 #     python benchmarks/bench_attention.py --groups lengths similarity --dtype bfloat16 \
 #         --lengths 768 1024 1280 6144 7168 8192 --output crossing.json
 EXACT_TOKENS_PER_HASH_WITH_AMX = {"cosine": 32, "softmax": 120}
-# On a GPU with our kernels, by count, not measured (docs/cuda.md). "softmax": its exact weights are PyTorch's, which
-# are faster there. "cosine": of rows of 16 bits, which tensor cores multiply; where the forward crosses.
-EXACT_TOKENS_PER_HASH_ON_CUDA = {"cosine": 48, "softmax": 256}
+# On a GPU with our kernels, by an H200 (docs/cuda.md). "softmax": its exact weights are PyTorch's; the forward crosses
+# later, and with its backward about there. "cosine": of rows of 16 bits, which tensor cores multiply; where the
+# forward crosses, its backward later.
+EXACT_TOKENS_PER_HASH_ON_CUDA = {"cosine": 64, "softmax": 256}
 
 if torch.__version__ >= "2.13":
     from torch.compiler import is_exporting

@@ -357,14 +357,14 @@ class Function:
 
     def red_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
         space, kind = self.space_of(modifiers), TYPES[modifiers[-1]]
-        access = "kAdd" if space == "global" else "kAddInteger" if space == "shared" and "int" in kind else None
+        access = "kAddInteger" if "int" in kind else "kAdd" if space == "global" else None
         return self.add_to_memory(*operands, space, access, kind) if "add" in modifiers and access else None
 
     def atom_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
-        if "add" not in modifiers or self.space_of(modifiers) != "global":
-            return None
         kind = TYPES[modifiers[-1]]
-        at = self.memory(operands[1], "global", "kAdd", kind, 1)
+        if "add" not in modifiers or self.space_of(modifiers) != "global" or "int" not in kind:
+            return None
+        at = self.memory(operands[1], "global", "kAddInteger", kind, 1)
         add = f"const {kind} before = *at; *at += {self.value(operands[2], kind)};"
         return f"{{ auto* const at = {at}; {add} {self.assign(operands[0], 'before', kind)} }}"
 
