@@ -74,7 +74,7 @@ class SoftmaxBackend(Softmax):
         try:
             self.verify()
         except (RuntimeError, WrongResult) as error:
-            print(f"left out: {self.backend} {self.task} {self.length}, {str(error).splitlines()[0]}")
+            print(f"left out: {self.backend} {self.task} {self.length}, {error}")
             return False
         finally:
             del self.inputs, self.grad

@@ -34,7 +34,7 @@ from test_kernels import Inputs
 {LOADED}
 torch.set_default_device("cuda")
 for dtype in (torch.float32, torch.bfloat16):
-    for data in ("random", "mixed"):
+    for data in ("random", "mixed", "equal"):
         inputs = Inputs(data, (1, 2, 301, 333, 64, 64, 4, 6), dtype)
         inputs.hashes(ops, dtype), inputs.sampled(ops, dtype), inputs.expectation(ops, dtype)
         inputs.remainder(ops, dtype), inputs.first_order(ops, dtype)

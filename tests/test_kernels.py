@@ -142,7 +142,7 @@ SPREAD = [
     (1, 1, 17, 19, 8, 200, 3, 16),
 ]
 # enough rows that kernels leave the order of multiplication that suits small buckets, tables far larger than rows,
-# rows that a warp goes over twice, few keys, and a tile of few
+# rows that a warp goes over twice, few keys, a tile of few, and so many rows that no pairs are multiplied
 CROWDED = [
     (1, 4, 401, 353, 32, 47, 5, 6),
     (2, 2, 401, 353, 64, 64, 5, 9),
@@ -154,6 +154,8 @@ CROWDED = [
     (2, 6, 40, 1, 64, 64, 4, 9),
     (1, 2, 300, 3, 64, 64, 4, 9),
     (1, 1, 40, 65, 64, 64, 4, 9),
+    (1, 2, 29, 560, 64, 64, 3, 4),
+    (1, 2, 700, 60, 48, 64, 3, 4),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
 

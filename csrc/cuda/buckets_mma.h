@@ -502,24 +502,24 @@ struct MmaMemory {
   __device__ __forceinline__ void copy_rows(const HeadSide<In>* sides, const Tiles& batch, const Sizes& sizes) {
     constexpr int kPieces = kColumns / 8, kStep = kThreads / kPieces;
     const int piece = threadIdx.x % kPieces, first_place = threadIdx.x / kPieces;
-    const int row_size = piece * 8 < sizes.D ? 16 : 0, other_size = piece * 8 < sizes.Dv ? 16 : 0;
+    const bool no_rows = piece * 8 >= sizes.D, no_others = piece * 8 >= sizes.Dv;
 #pragma unroll 1
     for (int side = 0; side < 2; ++side) {
-      const In* rows_from = sides[side].rows + (row_size == 0 ? 0 : piece * 8);
-      const In* others_from = sides[side].others + (other_size == 0 ? 0 : piece * 8);
+      const In* rows_from = sides[side].rows + (no_rows ? 0 : piece * 8);
+      const In* others_from = sides[side].others + (no_others ? 0 : piece * 8);
       const uint32_t row_bytes = sides[side].row_bytes, other_bytes = sides[side].other_bytes;
       const int count = batch.num_tiles[side] * kPicked;
       const int32_t* number = batch.row[side] + first_place;
-      const auto to_rows = static_cast<uint32_t>(__cvta_generic_to_shared(rows_of(side).piece(first_place, piece)));
-      const auto to_others = static_cast<uint32_t>(__cvta_generic_to_shared(others_of(side).piece(first_place, piece)));
+      unsigned char* const to_rows = rows_of(side).piece(first_place, piece);
+      unsigned char* const to_others = others_of(side).piece(first_place, piece);
 #pragma unroll 3
       for (int step = 0; step < (kRows - 1) / kStep + 1; ++step) {
         if (first_place + step * kStep >= count) break;
         // a step leaves the order of pieces as it is
         const uint32_t skipped = step * kStep * Matrix<kColumns>::kRowBytes;
         const int row = number[step * kStep];
-        copy_or_clear(to_others + skipped, row_at(others_from, max(row, 0), other_bytes), row < 0 ? 0 : other_size);
-        copy_or_clear(to_rows + skipped, row_at(rows_from, max(row, 0), row_bytes), row < 0 ? 0 : row_size);
+        copy_ahead<16>(to_others + skipped, row_at(others_from, max(row, 0), other_bytes), row < 0 || no_others);
+        copy_ahead<16>(to_rows + skipped, row_at(rows_from, max(row, 0), row_bytes), row < 0 || no_rows);
       }
     }
     for (int i = threadIdx.x; batch.has_row(i); i += kThreads) {
@@ -527,11 +527,6 @@ struct MmaMemory {
       const int row = batch.row[place.x][place.y];
       inverse_length[place.x][place.y] = row < 0 ? 0 : __ldg(sides[place.x].inverse_length + row);
     }
-  }
-
- private:
-  __device__ __forceinline__ static void copy_or_clear(uint32_t to, const In* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(to), "l"(from), "r"(bytes) : "memory");
   }
 };
 

@@ -61,7 +61,7 @@ __host__ __device__ constexpr int32_t num_counters(int32_t table_size, bool all)
 // come last. Counters of 16 bits are for all codes at once; rows are sorted in shared memory then, as each that is
 // stored alone takes the cache as long as eight neighbours.
 template <class Code, bool fold, class Counter>
-__global__ void __launch_bounds__(kSortWarps* kWarp, sizeof(Counter) < sizeof(int32_t) ? 3 : 2)
+__global__ void __launch_bounds__(kSortWarps * kWarp, sizeof(Counter) < sizeof(int32_t) ? 3 : 2)
     sort_codes_kernel(const Code* codes, int32_t rows, int32_t table_size, int32_t segment, int32_t* order,
                       int32_t* starts) {
   constexpr bool kShort = sizeof(Counter) < sizeof(int32_t);
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kSortWarps* kWarp, sizeof(Counter) < sizeof(in
     for (int32_t i = lane * kLaneCodes; i < stride; i += kWarp * kLaneCodes)
       *reinterpret_cast<Counters<Counter>*>(counters + i) = {};
     __syncwarp();
-    for_rows([&](int32_t, const int32_t(&places)[kCodesAhead]) {
+    for_rows([&](int32_t, const int32_t (&places)[kCodesAhead]) {
 #pragma unroll
       for (int j = 0; j < kCodesAhead; ++j)
         if (kShort || places[j] < part_codes) add_one<Counter>(counters_address, places[j]);
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kSortWarps* kWarp, sizeof(Counter) < sizeof(in
     }
     __syncthreads();
 
-    for_rows([&](int32_t row, const int32_t(&places)[kCodesAhead]) {
+    for_rows([&](int32_t row, const int32_t (&places)[kCodesAhead]) {
       // lanes with the same code: those with all of its bits, which are found faster than lanes are compared
       uint32_t same[kCodesAhead];
 #pragma unroll
