@@ -29,6 +29,7 @@ NOT_SUPPORTED, NOT_FOUND = "not supported", "not found"
 LEFT_OUT = "not memory_is_linear and not gigabyte"
 LOADED = 'from yoso_hf import ops; assert "cuda" in ops.compiled_backends(), "the extension has no CUDA kernels"'
 SANITIZED = f"""
+import os
 import torch
 from test_kernels import Inputs
 {LOADED}
@@ -36,7 +37,10 @@ torch.set_default_device("cuda")
 for dtype in (torch.float32, torch.bfloat16):
     for data in ("random", "mixed", "equal"):
         inputs = Inputs(data, (1, 2, 301, 333, 64, 64, 4, 6), dtype)
-        inputs.hashes(ops, dtype), inputs.sampled(ops, dtype), inputs.expectation(ops, dtype)
+        inputs.hashes(ops, dtype), inputs.expectation(ops, dtype)
+        for way in ("pairs", "buckets"):
+            os.environ["YOSO_CUDA_BACKWARD"] = way
+            inputs.sampled(ops, dtype)
         inputs.remainder(ops, dtype), inputs.first_order(ops, dtype)
 torch.cuda.synchronize()
 """

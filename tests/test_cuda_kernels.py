@@ -100,6 +100,7 @@ assert_as_accurate_as_pytorch(inputs.remainder, torch.float32)
 def test_every_access_to_memory_is_ordered_and_aligned_and_of_a_tensor(emulated_kernels):
     """What compute-sanitizer looks for, and where a barrier inside a warp is missing too."""
     code = """
+import os
 from test_kernels import Inputs
 from test_local_window import make_near, outputs
 from yoso_hf import ops
@@ -111,7 +112,9 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
                         ("equal", (1, 1, 19, 530, 64, 64, 2, 4))):
         inputs = Inputs(data, shape, dtype)
         inputs.hashes(ops, dtype)
-        inputs.sampled(ops, dtype)
+        for way in ("pairs", "buckets"):
+            os.environ["YOSO_CUDA_BACKWARD"] = way
+            inputs.sampled(ops, dtype)
         inputs.expectation(ops, dtype)
         if dtype != torch.float16:
             inputs.remainder(ops, dtype)
@@ -178,9 +181,12 @@ def test_a_mistake_is_found(kernel, file, line, instead, message, tmp_path, monk
     source.write_text(source.read_text().replace(line, instead, 1))
     monkeypatch.setattr(emulator, "ROOT", root)
     kernels = root / "kernels.so"
-    emulator.build(kernels, kernels=(kernel,))
+    # with what the backward calls
+    emulator.build(kernels, kernels=(kernel,) if kernel == "sampled_attention" else ("sampled_attention_*",))
     code = """
+import os
 from test_kernels import Inputs, assert_as_accurate_as_pytorch
+os.environ["YOSO_CUDA_BACKWARD"] = "buckets"
 for dtype in (torch.bfloat16, torch.float32):
     for columns, tau in ((64, 6), (40, 4)):
         inputs = Inputs("random", (1, 2, 333, 90, 64, columns, 4, tau), dtype)
@@ -194,6 +200,7 @@ for dtype in (torch.bfloat16, torch.float32):
 def test_results_do_not_depend_on_the_order_of_threads_and_blocks(emulated_kernels, tmp_path):
     """The same bits: nothing is read before it is written, and no sum is in an order of chance."""
     code = """
+import os
 from test_kernels import Inputs
 from test_local_window import make_near, outputs
 from yoso_hf import ops
@@ -202,7 +209,10 @@ results = []
 for dtype in (torch.float32, torch.bfloat16):
     for data, tau in (("random", 6), ("mixed", 6), ("random", 13)):
         inputs = Inputs(data, (1, 2, 333, 301, 64, 64, 4, tau), dtype)
-        results += [*inputs.hashes(ops, dtype), *inputs.sampled(ops, dtype), *inputs.remainder(ops, dtype)]
+        results += [*inputs.hashes(ops, dtype), *inputs.remainder(ops, dtype)]
+        for way in ("pairs", "buckets"):
+            os.environ["YOSO_CUDA_BACKWARD"] = way
+            results += inputs.sampled(ops, dtype)
     results += [*inputs.first_order(ops, dtype), *inputs.expectation(ops, dtype)]
     *tensors, codes = make_near((1, 2, 130, 64, 40, 6, 6), dtype)
     results += outputs(ops, *tensors, codes, 6, 40)

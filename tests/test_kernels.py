@@ -12,6 +12,15 @@ from yoso_hf.hashing import KINDS
 
 pytestmark = needs_kernels
 needs_softmax_kernel = pytest.mark.skipif(not HAS_SOFTMAX_KERNEL, reason="PyTorch computes softmax there")
+needs_cuda_kernels = pytest.mark.skipif(HAS_SOFTMAX_KERNEL, reason="of the CUDA kernels")
+
+
+# how CUDA's kernels come to the sampled backward of rows of 16 bits; of others by buckets
+@pytest.fixture(params=[None] if HAS_SOFTMAX_KERNEL else ["pairs", "buckets"])
+def way(request, monkeypatch):
+    if request.param is not None:
+        monkeypatch.setenv("YOSO_CUDA_BACKWARD", request.param)
+    return request.param
 
 
 class Inputs:
@@ -178,10 +187,53 @@ def test_hash_kernels_give_the_codes_of_float64(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SPREAD)
-def test_kernels_are_as_accurate_as_pytorch(shape, dtype):
+def test_kernels_are_as_accurate_as_pytorch(shape, dtype, way):
+    if way == "pairs" and dtype == torch.float32:
+        pytest.skip("of 16 bits only")
     inputs = Inputs("random", shape, dtype)
     assert_as_accurate_as_pytorch(inputs.sampled, dtype)
-    assert_as_accurate_as_pytorch(inputs.expectation, dtype)
+    if way != "pairs":
+        assert_as_accurate_as_pytorch(inputs.expectation, dtype)
+
+
+# of several words of 32, and more bits of all than pairs are compared by
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 2, 157, 301, 64, 64, 70, 6), (1, 1, 130, 97, 64, 40, 33, 12), (1, 1, 65, 90, 128, 100, 128, 12)]
+    + [(1, 1, 65, 90, 64, 64, 130, 10), (2, 2, 129, 30, 64, 64, 32, 1)],
+)
+def test_backward_of_many_hash_functions_is_as_accurate_as_pytorch(shape, dtype):
+    inputs = Inputs("mixed", shape, dtype)
+
+    def outputs(namespace, dtype):
+        rows = (x.to(dtype) for x in (inputs.grad, inputs.query, inputs.key, inputs.value))
+        return namespace.sampled_attention_backward(*rows, *inputs.codes, inputs.tau)
+
+    assert_as_accurate_as_pytorch(outputs, dtype)
+
+
+@needs_cuda_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_that_is_no_number_has_no_part_in_the_backward_by_pairs(dtype, monkeypatch):
+    monkeypatch.setenv("YOSO_CUDA_BACKWARD", "pairs")
+    inputs = Inputs("random", (1, 2, 157, 90, 64, 64, 4, 3), dtype)
+    (query_codes, key_codes), anything = inputs.codes, torch.tensor([math.nan, math.inf])
+    query_codes[..., [3, 150]] = key_codes[..., [7, 8]] = -1
+    expected = inputs.sampled(ops, dtype)[-2:]
+    query_codes[..., [3, 150]] = key_codes[..., [7, 8]] = 5
+    inputs.query[:, :, [3, 150], 1] = inputs.key[:, :, [7, 8], 1] = anything.to(inputs.query)
+    for got, gradient in zip(inputs.sampled(ops, dtype)[-2:], expected, strict=True):
+        assert gradient.norm() > 0
+        assert torch.equal(got, gradient)
+
+
+@needs_cuda_kernels
+def test_an_unknown_way_is_refused(monkeypatch):
+    monkeypatch.setenv("YOSO_CUDA_BACKWARD", "Pairs")
+    inputs = Inputs("random", (1, 1, 7, 9, 8, 8, 2, 3), torch.bfloat16)
+    with pytest.raises(RuntimeError, match="YOSO_CUDA_BACKWARD must be pairs or buckets, got Pairs"):
+        inputs.sampled(ops, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -257,11 +309,13 @@ def test_as_many_keys_as_16_bits_count_and_more(num_keys, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", CROWDED)
 @pytest.mark.parametrize("data", ["equal", "clusters", "mixed"])
-def test_kernels_are_as_accurate_as_pytorch_in_crowded_buckets(data, shape, dtype):
+def test_kernels_are_as_accurate_as_pytorch_in_crowded_buckets(data, shape, dtype, way):
+    if way == "pairs" and dtype == torch.float32:
+        pytest.skip("of 16 bits only")
     inputs = Inputs(data, shape, dtype)
     assert_as_accurate_as_pytorch(inputs.sampled, dtype)
-    if shape[4] > 256:
-        # more columns than the exact kernels take on a GPU
+    # more columns than the exact kernels take on a GPU
+    if shape[4] > 256 or way == "pairs":
         return
     # not the exact slope: of cosines near 1 it is mostly their rounding error
     assert_as_accurate_as_pytorch(partial(inputs.expectation, backwards=[False]), dtype)

@@ -138,9 +138,8 @@ struct SumRows {
 template <class In>
 __device__ __forceinline__ uint4 scaled(const uint4& piece, float factor) {
   const auto scale = [&](uint32_t bits) {
-    In pair[2];
-    memcpy(pair, &bits, sizeof(bits));
-    return pack<In>(static_cast<float>(pair[0]) * factor, static_cast<float>(pair[1]) * factor);
+    const float2 pair = unpack<In>(bits);
+    return pack<In>(pair.x * factor, pair.y * factor);
   };
   return make_uint4(scale(piece.x), scale(piece.y), scale(piece.z), scale(piece.w));
 }

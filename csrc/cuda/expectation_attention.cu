@@ -5,13 +5,18 @@ namespace yoso {
 namespace {
 
 struct AllPairs {
-  static constexpr bool kMasksRows = false, kPositive = true;
-  static constexpr int kSumOthers = 64;
+  static constexpr bool kMasksRows = false, kPositive = true, kTakesCosines = true;
+  static constexpr int kSumOthers = 64, kWarpRows = 16;
+  template <class In>
+  static constexpr int kBlocks = 0;
   int tau;
   bool exact;
 
   AllPairs swapped() const { return *this; }
-  __device__ bool is_real(int64_t, int64_t) const { return true; }
+  template <class T>
+  __device__ bool is_real(int64_t, int64_t, T) const {
+    return true;
+  }
   __device__ Range near(int64_t, int64_t, int64_t count) const { return {0, count}; }
 
   template <class Place, class T, int n>

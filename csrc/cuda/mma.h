@@ -52,4 +52,17 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return pair;
 }
 
+// The two numbers of a pair. Not by T, two of which nvcc takes apart and puts together again wherever the pair is used.
+template <class T>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  float2 numbers;
+  if constexpr (std::is_same_v<T, BFloat16>)
+    numbers = {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+  else
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+        : "=f"(numbers.x), "=f"(numbers.y)
+        : "r"(pair));
+  return numbers;
+}
+
 }  // namespace yoso

@@ -5,6 +5,7 @@
 #include "buckets_any.h"
 #include "buckets_mma.h"
 #include "rows.h"
+#include "sampled_attention_pairs.h"
 #include "sort.h"
 
 namespace yoso {
@@ -240,6 +241,11 @@ std::tuple<Tensor, Tensor> sampled_attention_backward_cuda(const Tensor& grad, c
   Tensor grad_query = empty_heads_last(query, B, H, query.size(2), D);
   Tensor grad_key = empty_heads_last(key, B, H, key.size(2), D);
   if (grad_query.numel() == 0 && grad_key.numel() == 0) return {grad_query, grad_key};
+  if (goes_by_pairs(query, key, value, query_codes.size(2), hash_code_len)) {
+    sampled_attention_backward_by_pairs(device, grad, query, key, value, query_codes, key_codes, hash_code_len,
+                                        grad_query, grad_key);
+    return {grad_query, grad_key};
+  }
   const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_floating(query, [&](auto element) {
     sampled_backward<decltype(element)>(device, rows[0], rows[1], rows[2], rows[3], query_codes, key_codes,

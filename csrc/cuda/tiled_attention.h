@@ -6,9 +6,14 @@
 // pairs to say:
 //     swapped()                       the pairs with the sides swapped
 //     kSumOthers                      others in a tile of up to 64 columns, by the registers that weigh takes
+//     kWarpRows                       rows that a warp has for slopes, of up to 64 columns, likewise: 16 or 32
+//     kBlocks                         blocks that are to run at a time for slopes alone, of up to 64 columns, or 0 for
+//                                     as many as the compiler comes to
+//     kTakesCosines                   whether slopes takes cosines, and gives weights; if not, see CollidingPairs
 //     kMasksRows                      whether rows may have no weight, whatever stands in them
 //     kPositive                       whether no weight is negative
-//     is_real(batch_head, row)        whether a row of mine has any weight
+//     is_real(batch_head, row, inverse_length)
+//                                     whether a row of mine has any weight
 //     near(first, last, count)        the run of others, of `count`, that my rows first..last need
 //     weigh(place, signed_as, x)      turns the versines x, 1 less the size of a cosine, into weights; the cosines have
 //                                     the signs of signed_as
@@ -52,7 +57,7 @@ __global__ void __launch_bounds__(kRowThreads)
   infinite = sum_of_lanes(infinite, lane_bits);
   if (!exists || place.lane != 0) return;
   T inverse = square == 0 ? 0 : 1 / sqrt(square) + infinite;
-  if (!pairs.is_real(place.head, place.row)) inverse = kMasked;
+  if (!pairs.is_real(place.head, place.row, inverse)) inverse = kMasked;
   inverse_length[int64_t{place.head} * count + place.row] = inverse;
 }
 
@@ -103,9 +108,11 @@ class Launcher {
     const Rows<In> to = mutable_rows_of<In>(out);
     with_columns([&](auto columns) {
       if constexpr (kIsForTensorCores<In>) {
-        using Place = GradientPlace<In, columns()>;
-        launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<In, columns(), false, Pairs>, mine, others,
-                                                    pairs, to, Rows<In>{});
+        using Place = GradientPlace<In, columns(), Pairs>;
+        size_t beside = 0;
+        if constexpr (!Pairs::kTakesCosines) beside = pairs.template shared_bytes<Place>();
+        launch(device_, gradient_mma_kernel<In, columns(), false, Pairs>, blocks<Place>(mine), Place::kBlockThreads,
+               sizeof(MmaShared<Place, true>) + beside, mine, others, sizes_, pairs, to, Rows<In>{});
       } else {
         constexpr int n = kPairRows<columns()>;
         launch_tiles<Place<n>, Shared<In>>(gradient_kernel<In, n, columns() / kTile, Pairs>, mine, others, pairs, to);
@@ -119,7 +126,7 @@ class Launcher {
     if constexpr (kIsForTensorCores<In>) {
       // computes the weights once for both
       with_columns([&](auto columns) {
-        using Place = GradientPlace<In, columns()>;
+        using Place = GradientPlace<In, columns(), Pairs>;
         launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<In, columns(), true, Pairs>, mine, others,
                                                     pairs, mutable_rows_of<In>(out), mutable_rows_of<In>(out_values));
       });
@@ -144,8 +151,12 @@ class Launcher {
   template <class Place, class Shared, class Kernel, class... Outputs>
   void launch_tiles(Kernel* kernel, const Side<In>& mine, const Side<In>& others, const Pairs& pairs,
                     const Outputs&... outputs) const {
-    launch(device_, kernel, batches_ * sizes_.heads * divide_up(mine.count, Place::kRows), Place::kBlockThreads,
-           sizeof(Shared), mine, others, sizes_, pairs, outputs...);
+    launch(device_, kernel, blocks<Place>(mine), Place::kBlockThreads, sizeof(Shared), mine, others, sizes_, pairs,
+           outputs...);
+  }
+  template <class Place>
+  int64_t blocks(const Side<In>& mine) const {
+    return batches_ * sizes_.heads * divide_up(mine.count, Place::kRows);
   }
 
   const Device& device_;

@@ -1,6 +1,6 @@
 // The kernels of tiled_attention.h on tensor cores, for 16-bit rows of up to kMaxMmaColumns columns whose pieces of 16
-// bytes are aligned: a warp has 16 of the block's rows. The rows' products are those of the rows as they are, scaled
-// afterwards.
+// bytes are aligned: a warp has 16 of the block's rows, or twice as many, for which others are loaded from shared
+// memory half as often. The rows' products are those of the rows as they are, scaled afterwards.
 #pragma once
 
 #include <cfloat>
@@ -11,7 +11,6 @@
 namespace yoso {
 namespace {
 
-constexpr int kWarpRows = 16;
 constexpr int kMaxMmaColumns = 128;
 // whether rows are multiplied there
 template <class In>
@@ -23,11 +22,13 @@ constexpr int kFewOthers = 64;
 
 __device__ __forceinline__ int warp_lane() { return threadIdx.x % kWarp; }
 
-template <class In_, int rows, int others, int columns>
+// Of a thread's n x 4 pairs, as many of the n are of each 16 rows of its warp.
+template <class In_, int rows, int others, int columns, int rows_of_warp = 16>
 struct MmaPlace {
   using In = In_;
   using Weight = In;
-  static constexpr int kRows = rows, kOthers = others;
+  static constexpr int kRows = rows, kOthers = others, kColumns = columns;
+  static constexpr int kWarpRows = rows_of_warp, kParts = rows_of_warp / 16;
   static constexpr int kBlockThreads = rows / kWarpRows * kWarp;
   // of a row in shared memory
   static constexpr int kStride = columns + kPiece;
@@ -35,17 +36,21 @@ struct MmaPlace {
   static constexpr int kPieces = columns / kPiece, kRowsOfStep = kBlockThreads / kPieces;
   int64_t batch_head, first_row, first_other;
 
-  __device__ __forceinline__ static int row(int, int i) {
-    return threadIdx.x / kWarp * kWarpRows + warp_lane() / 4 + i / 2 * 8;
+  __device__ __forceinline__ static int row(int b, int i) {
+    return threadIdx.x / kWarp * kWarpRows + b / (kOthers / 8) * 16 + warp_lane() / 4 + i / 2 * 8;
   }
-  __device__ __forceinline__ static int other(int b, int i) { return b * 8 + warp_lane() % 4 * 2 + i % 2; }
+  __device__ __forceinline__ static int other(int b, int i) {
+    return b % (kOthers / 8) * 8 + warp_lane() % 4 * 2 + i % 2;
+  }
 };
 // as many rows and others as leave shared memory to other blocks
 template <class In, int columns, class Pairs>
 using SumPlace = MmaPlace<In, 8192 / columns, Pairs::kSumOthers * 64 / columns, columns>;
 // and registers to the gradient's sums
-template <class In, int columns>
-using GradientPlace = MmaPlace<In, 64, 32, columns>;
+template <int columns, class Pairs>
+constexpr int kGradientRows = columns <= 64 ? Pairs::kWarpRows : 16;
+template <class In, int columns, class Pairs>
+using GradientPlace = MmaPlace<In, kGradientRows<columns, Pairs> * 4, 32, columns, kGradientRows<columns, Pairs>>;
 
 // float16 has few exponents: rows are scaled by the power of two in their inverse length
 template <class In>
@@ -131,14 +136,16 @@ struct MmaShared {
   MmaTile<Place, Place::kOthers, true> tiles[2];
 };
 
-// Copies the block's rows, and one tile of others after the other, for which it calls use(first, tile).
-template <class Pairs, class Place, bool with_values, class In, class Use>
+// Copies the block's rows, and one tile of others after the other, for which it calls use(first, i), i being where of
+// shared.tiles. What copy_beside(first, i) starts to copy for a tile is there then too, and what was before.
+template <class Pairs, class Place, bool with_values, class In, class CopyBeside, class Use>
 __device__ __forceinline__ void for_tiles(MmaShared<Place, with_values>& shared, const Side<In>& mine,
                                           const Side<In>& others, const Block& block, const Sizes& sizes,
-                                          const Range& range, const Use& use) {
+                                          const Range& range, const CopyBeside& copy_beside, const Use& use) {
   MmaReader<Place>(mine, block, sizes, block.first).template copy<Pairs>(shared.mine);
   MmaReader<Place> reader(others, block, sizes, range.begin);
   reader.template copy<Pairs>(shared.tiles[0]);
+  copy_beside(static_cast<int>(range.begin), 0);
   if constexpr (kScalesRows<In>) {
     wait_for_copies();
     shared.mine.scale(mine, block, block.first);
@@ -147,13 +154,15 @@ __device__ __forceinline__ void for_tiles(MmaShared<Place, with_values>& shared,
   const int end = static_cast<int>(range.end);
   int current = 0;
   for (int first = static_cast<int>(range.begin); first < end; first += Place::kOthers, current ^= 1) {
-    auto& tile = shared.tiles[current];
     wait_for_copies();
-    if constexpr (kScalesRows<In>) tile.scale(others, block, first);
+    if constexpr (kScalesRows<In>) shared.tiles[current].scale(others, block, first);
     // for all threads' copies, and until those before have been read
     __syncthreads();
-    if (first + Place::kOthers < end) reader.template copy<Pairs>(shared.tiles[current ^ 1]);
-    use(first, tile);
+    if (first + Place::kOthers < end) {
+      reader.template copy<Pairs>(shared.tiles[current ^ 1]);
+      copy_beside(first + Place::kOthers, current ^ 1);
+    }
+    use(first, current);
   }
   // where there was no other
   wait_for_copies();
@@ -161,51 +170,61 @@ __device__ __forceinline__ void for_tiles(MmaShared<Place, with_values>& shared,
 }
 
 // out = the warp's rows . others
-template <int columns, class In, int n>
+template <class Place, class In, int n>
 __device__ __forceinline__ void multiply_mma(const In* mine, const In* others, float (&out)[n][4]) {
-  constexpr int kStride = columns + kPiece;
+  constexpr int kStride = Place::kStride, kOthers = n / Place::kParts;
   const int lane = warp_lane();
-  mine += (threadIdx.x / kWarp * kWarpRows + lane % 16) * kStride + lane / 16 * 8;
+  mine += (threadIdx.x / kWarp * Place::kWarpRows + lane % 16) * kStride + lane / 16 * 8;
   others += (lane / 16 * 8 + lane % 8) * kStride + lane / 8 % 2 * 8;
 #pragma unroll
   for (int i = 0; i < n * 4; ++i) out[i / 4][i % 4] = 0;
 #pragma unroll
-  for (int c = 0; c < columns; c += 16) {
-    uint32_t a[4];
-    load_matrices<false>(a, mine + c);
+  for (int c = 0; c < Place::kColumns; c += 16) {
+    uint32_t a[Place::kParts][4];
 #pragma unroll
-    for (int b = 0; b < n; b += 2) {
+    for (int part = 0; part < Place::kParts; ++part) load_matrices<false>(a[part], mine + part * 16 * kStride + c);
+#pragma unroll
+    for (int b = 0; b < kOthers; b += 2) {
       uint32_t pair[4];
       load_matrices<false>(pair, others + b * 8 * kStride + c);
-      multiply_add<In>(out[b], a, {pair[0], pair[1]});
-      multiply_add<In>(out[b + 1], a, {pair[2], pair[3]});
+#pragma unroll
+      for (int part = 0; part < Place::kParts; ++part) {
+        multiply_add<In>(out[part * kOthers + b], a[part], {pair[0], pair[1]});
+        multiply_add<In>(out[part * kOthers + b + 1], a[part], {pair[2], pair[3]});
+      }
     }
   }
 }
 
+// What a thread has of its warp's sums, by parts of 16 rows.
+template <class Place>
+using MmaSums = float[Place::kParts][Place::kColumns / 8][4];
+
 // sums += weights others, with A as multiply_add takes it
-template <int columns, class In, int n>
-__device__ __forceinline__ void add_rounded(const uint32_t (&weights)[n][4], const In* others,
-                                            float (&sums)[columns / 8][4]) {
-  constexpr int kStride = columns + kPiece;
-  others += warp_lane() % 16 * kStride + warp_lane() / 16 * 8;
+template <class Place, class In, int n>
+__device__ __forceinline__ void add_rounded(const uint32_t (&weights)[n][4], const In* others, MmaSums<Place>& sums) {
+  constexpr int kSteps = n / Place::kParts;
+  others += warp_lane() % 16 * Place::kStride + warp_lane() / 16 * 8;
 #pragma unroll
-  for (int c = 0; c < columns; c += 16) {
+  for (int c = 0; c < Place::kColumns; c += 16) {
 #pragma unroll
-    for (int b = 0; b < n; ++b) {
+    for (int b = 0; b < kSteps; ++b) {
       uint32_t pair[4];
-      load_matrices<true>(pair, others + b * 16 * kStride + c);
-      multiply_add<In>(sums[c / 8], weights[b], {pair[0], pair[1]});
-      multiply_add<In>(sums[c / 8 + 1], weights[b], {pair[2], pair[3]});
+      load_matrices<true>(pair, others + b * 16 * Place::kStride + c);
+#pragma unroll
+      for (int part = 0; part < Place::kParts; ++part) {
+        multiply_add<In>(sums[part][c / 8], weights[part * kSteps + b], {pair[0], pair[1]});
+        multiply_add<In>(sums[part][c / 8 + 1], weights[part * kSteps + b], {pair[2], pair[3]});
+      }
     }
   }
 }
 
 // sums += weights others, the weights rounded to 16 bits, which become `rounded`. With few others, also what is rounded
 // off: the errors of many average out, where a single weight's is that of all columns.
-template <int columns, class In, int n>
+template <class Place, class In, int n>
 __device__ __forceinline__ void add_weighted_mma(const float (&weights)[n][4], const In* others, bool few,
-                                                 float (&sums)[columns / 8][4], uint32_t (&rounded)[n / 2][4]) {
+                                                 MmaSums<Place>& sums, uint32_t (&rounded)[n / 2][4]) {
 #pragma unroll
   for (int i = 0; i < n * 2; ++i)
     rounded[i / 4][i % 4] = pack<In>(weights[i / 2][i % 2 * 2], weights[i / 2][i % 2 * 2 + 1]);
@@ -213,14 +232,13 @@ __device__ __forceinline__ void add_weighted_mma(const float (&weights)[n][4], c
     uint32_t rest[n / 2][4];
 #pragma unroll
     for (int i = 0; i < n * 2; ++i) {
-      In pair[2];
-      memcpy(pair, &rounded[i / 4][i % 4], sizeof(pair));
+      const float2 pair = unpack<In>(rounded[i / 4][i % 4]);
       const float* exact = &weights[i / 2][i % 2 * 2];
-      rest[i / 4][i % 4] = pack<In>(exact[0] - static_cast<float>(pair[0]), exact[1] - static_cast<float>(pair[1]));
+      rest[i / 4][i % 4] = pack<In>(exact[0] - pair.x, exact[1] - pair.y);
     }
-    add_rounded<columns>(rest, others, sums);
+    add_rounded<Place>(rest, others, sums);
   }
-  add_rounded<columns>(rounded, others, sums);
+  add_rounded<Place>(rounded, others, sums);
 }
 
 // 1 - |cosine|, of the products of rows. Rounded to multiples of 2^-21, as the sum with kWhole is: half of one is more
@@ -252,24 +270,28 @@ constexpr float kWeightScale = std::is_same_v<In, Half> ? 32768 : 1;
 
 // Scales a tile's slopes for float16 by a power of two for each row, such that the largest so far is below 2^15, and
 // takes the sums along.
-template <int n, int m>
-__device__ __forceinline__ void scale_into_range(float (&slopes)[n][4], float (&scale)[2], float (&sums)[m][4]) {
+template <class Place, int n>
+__device__ __forceinline__ void scale_into_range(float (&slopes)[n][4], float (&scale)[Place::kParts][2],
+                                                 MmaSums<Place>& sums) {
+  constexpr int kOthers = n / Place::kParts;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int row = 0; row < Place::kParts * 2; ++row) {
+    const int part = row / 2, half = row % 2;
     float largest = 0;
 #pragma unroll
-    for (int i = 0; i < n * 2; ++i) largest = fmaxf(largest, fabsf(slopes[i / 2][half * 2 + i % 2]));
+    for (int i = 0; i < kOthers * 2; ++i)
+      largest = fmaxf(largest, fabsf(slopes[part * kOthers + i / 2][half * 2 + i % 2]));
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
     // 2^14 over the power of two in it
     const int exponent = 254 + 14 - (__float_as_int(largest) >> 23);
-    const float next = fminf(scale[half], __int_as_float((exponent < 254 ? exponent : 254) << 23));
-    const float ratio = next / scale[half];
+    const float next = fminf(scale[part][half], __int_as_float((exponent < 254 ? exponent : 254) << 23));
+    const float ratio = next / scale[part][half];
 #pragma unroll
-    for (int i = 0; i < m * 2; ++i) sums[i / 2][half * 2 + i % 2] *= ratio;
+    for (int i = 0; i < Place::kColumns / 4; ++i) sums[part][i / 2][half * 2 + i % 2] *= ratio;
 #pragma unroll
-    for (int i = 0; i < n * 2; ++i) slopes[i / 2][half * 2 + i % 2] *= next;
-    scale[half] = next;
+    for (int i = 0; i < kOthers * 2; ++i) slopes[part * kOthers + i / 2][half * 2 + i % 2] *= next;
+    scale[part][half] = next;
   }
 }
 
@@ -294,11 +316,15 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
   const Block block(sizes.heads, mine.count, Place::kRows);
   const Range range = pairs.near(block.first, block.last, others.count);
   const int count = static_cast<int>(others.count), first_row = static_cast<int>(block.first);
-  float sums[columns / 8][4] = {}, weight_sum[2] = {}, rounded_sum[4] = {};
+  MmaSums<Place> parts = {};
+  auto& sums = parts[0];
+  float weight_sum[2] = {}, rounded_sum[4] = {};
   const bool few = count <= kFewOthers;
-  for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](int first, const auto& tile) {
+  const auto nothing = [](int, int) {};
+  for_tiles<Pairs>(shared, mine, others, block, sizes, range, nothing, [&](int first, int current) {
+    const auto& tile = shared.tiles[current];
     float cosines[kOthers / 8][4], weights[kOthers / 8][4];
-    multiply_mma<columns>(shared.mine.rows, tile.rows, cosines);
+    multiply_mma<Place>(shared.mine.rows, tile.rows, cosines);
     take_versines<Place>(cosines, shared.mine.factors, tile.factors, weights);
     const Place place{block.batch_head, first_row, first};
     pairs.weigh(place, cosines, weights);
@@ -315,7 +341,7 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
       weight_sum[i % 4 / 2] += weights[i / 4][i % 4];
     }
     uint32_t rounded[kOthers / 16][4];
-    add_weighted_mma<columns>(weights, tile.values, few, sums, rounded);
+    add_weighted_mma<Place>(weights, tile.values, few, parts, rounded);
     if constexpr (Pairs::kPositive) {
       const uint32_t ones = pack<In>(1, 1);
 #pragma unroll
@@ -353,59 +379,76 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
 
 // gradient_kernel on tensor cores; with the gradient of my values too, where there is a place for it
 template <class In, int columns, bool with_values, class Pairs>
-__global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads)
-    gradient_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out,
-                        Rows<In> out_values) {
-  using Place = GradientPlace<In, columns>;
-  constexpr int kOthers = Place::kOthers;
+__global__ void __launch_bounds__(GradientPlace<In, columns, Pairs>::kBlockThreads,
+                                  columns > 64 || with_values ? 0 : Pairs::template kBlocks<In>)
+    gradient_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out, Rows<In> out_values) {
+  using Place = GradientPlace<In, columns, Pairs>;
+  constexpr int kOthers = Place::kOthers, kPairs = Place::kParts * kOthers / 8;
   auto& shared = *shared_memory<MmaShared<Place, true>>();
   const Block block(sizes.heads, mine.count, Place::kRows);
   const Range range = pairs.near(block.first, block.last, others.count);
   const int count = static_cast<int>(others.count), first_row = static_cast<int>(block.first);
-  float sums[columns / 8][4] = {}, value_sums[with_values ? columns / 8 : 1][4] = {};
-  // the largest power of two, since nothing was added yet
-  float scale[2] = {0x1p127f, 0x1p127f};
-  const bool few = count <= kFewOthers;
-  for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](int first, const auto& tile) {
-    float cosines[kOthers / 8][4], weights[kOthers / 8][4], products[kOthers / 8][4];
-    multiply_mma<columns>(shared.mine.rows, tile.rows, cosines);
-    take_versines<Place>(cosines, shared.mine.factors, tile.factors, weights);
-    multiply_mma<columns>(shared.mine.values, tile.values, products);
-    const Place place{block.batch_head, first_row, first};
-    pairs.slopes(place, cosines, weights, products);
+  MmaSums<Place> sums = {}, value_sums = {};
+  float scale[Place::kParts][2];
 #pragma unroll
-    for (int i = 0; i < kOthers / 2; ++i) {
-      products[i / 4][i % 4] *= tile.factors[Place::other(i / 4, i % 4)];
-      weights[i / 4][i % 4] *= kWeightScale<In>;
+  // the largest power of two, since nothing was added yet
+  for (int i = 0; i < Place::kParts * 2; ++i) scale[i / 2][i % 2] = 0x1p127f;
+  const bool few = count <= kFewOthers;
+  uint32_t* const beside = reinterpret_cast<uint32_t*>(&shared + 1);
+  if constexpr (!Pairs::kTakesCosines) pairs.copy_mine(Place{block.batch_head, first_row, 0}, beside);
+  const auto copy_beside = [&](int first, int current) {
+    if constexpr (!Pairs::kTakesCosines) pairs.copy_others(Place{block.batch_head, first_row, first}, beside, current);
+  };
+  for_tiles<Pairs>(shared, mine, others, block, sizes, range, copy_beside, [&](int first, int current) {
+    const auto& tile = shared.tiles[current];
+    float cosines[kPairs][4], weights[kPairs][4], products[kPairs][4];
+    if constexpr (Pairs::kTakesCosines) {
+      multiply_mma<Place>(shared.mine.rows, tile.rows, cosines);
+      take_versines<Place>(cosines, shared.mine.factors, tile.factors, weights);
+      multiply_mma<Place>(shared.mine.values, tile.values, products);
+      pairs.slopes(Place{block.batch_head, first_row, first}, cosines, weights, products);
+#pragma unroll
+      for (int i = 0; i < kPairs * 4; ++i) products[i / 4][i % 4] *= tile.factors[Place::other(i / 4, i % 4)];
+    } else {
+      pairs.template slopes<Place>(beside, current, tile.factors, weights);
+      multiply_mma<Place>(shared.mine.values, tile.values, products);
+#pragma unroll
+      for (int i = 0; i < kPairs * 4; ++i) products[i / 4][i % 4] *= weights[i / 4][i % 4];
     }
-    if constexpr (std::is_same_v<In, Half>) scale_into_range(products, scale, sums);
-    uint32_t rounded[kOthers / 16][4];
-    add_weighted_mma<columns>(products, tile.rows, few, sums, rounded);
-    if constexpr (with_values) add_weighted_mma<columns>(weights, tile.values, few, value_sums, rounded);
+    if constexpr (std::is_same_v<In, Half>) scale_into_range<Place>(products, scale, sums);
+    uint32_t rounded[kPairs / 2][4];
+    add_weighted_mma<Place>(products, tile.rows, few, sums, rounded);
+    if constexpr (with_values) {
+#pragma unroll
+      for (int i = 0; i < kPairs * 4; ++i) weights[i / 4][i % 4] *= kWeightScale<In>;
+      add_weighted_mma<Place>(weights, tile.values, few, value_sums, rounded);
+    }
   });
   const float slope_scale = pairs.template slope_scale<float>();
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int tile_row = Place::row(0, half * 2);
+  for (int i = 0; i < Place::kParts * 2; ++i) {
+    const int part = i / 2, half = i % 2;
+    float(&row_sums)[columns / 8][4] = sums[part];
+    const int tile_row = Place::row(part * kOthers / 8, half * 2);
     const float my_factor = shared.mine.factors[tile_row];
     const In* from = shared.mine.rows + tile_row * Place::kStride + Place::other(0, 0);
-    const float factor = std::is_same_v<In, Half> ? slope_scale / scale[half] : slope_scale;
+    const float factor = std::is_same_v<In, Half> ? slope_scale / scale[part][half] : slope_scale;
 #pragma unroll
-    for (int i = 0; i < columns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= factor;
+    for (int i = 0; i < columns / 4; ++i) row_sums[i / 2][half * 2 + i % 2] *= factor;
     float along = 0;
 #pragma unroll
     for (int i = 0; i < columns / 4; ++i)
-      along += sums[i / 2][half * 2 + i % 2] * (static_cast<float>(from[i / 2 * 8 + i % 2]) * my_factor);
+      along += row_sums[i / 2][half * 2 + i % 2] * (static_cast<float>(from[i / 2 * 8 + i % 2]) * my_factor);
     along = quad_sum(along);
 #pragma unroll
     for (int i = 0; i < columns / 4; ++i)
-      sums[i / 2][half * 2 + i % 2] -= along * (static_cast<float>(from[i / 2 * 8 + i % 2]) * my_factor);
+      row_sums[i / 2][half * 2 + i % 2] -= along * (static_cast<float>(from[i / 2 * 8 + i % 2]) * my_factor);
     const int row = first_row + tile_row;
     if (row < mine.count) {
-      store_row(out.at(block.batch, block.head, row), sums, half,
-                mine.factors[block.batch_head * mine.count + row], sizes.columns);
+      store_row(out.at(block.batch, block.head, row), row_sums, half, mine.factors[block.batch_head * mine.count + row],
+                sizes.columns);
       if constexpr (with_values)
-        store_row(out_values.at(block.batch, block.head, row), value_sums, half,
+        store_row(out_values.at(block.batch, block.head, row), value_sums[part], half,
                   Pairs::kMasksRows && my_factor == kMasked ? 0 : 1 / kWeightScale<In>, sizes.value_columns);
     }
   }
