@@ -220,7 +220,8 @@ def cxx_flags() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "target", ["clang", "GCC for aarch64", pytest.param("clang for aarch64", marks=pytest.mark.slow)]
+    "target",
+    ["GCC for aarch64", *(pytest.param(name, marks=pytest.mark.slow) for name in ("clang", "clang for aarch64"))],
 )
 def test_other_compilers_take_the_cpu_kernels_without_a_warning(target):
     """To assembly: what may not be inlined into what is found out only then."""

@@ -51,11 +51,16 @@ sys.exit(pytest.main([*sys.argv[1:], "-q", "-x", "-p", "no:cacheprovider"]))
 """
 
 
+# what takes longest beside what is much the same: rows in clusters lie in buckets between those of equal rows and
+# those of random ones; wide rows that are all equal; the largest tables again; large numbers of what others test
+LONG = ("clusters", "buckets-equal-shape1-dtype1", "buckets-equal-shape2-dtype1", "pairs-shape6")
+LONG = " or ".join([*LONG, "buckets-shape6-dtype0", "where_logarithms_are_large", "ops-shape4"])
+
+
 @needs_emulator
 @pytest.mark.parametrize(
     "selected",
-    # rows in clusters lie in buckets between those of equal rows and those of random ones
-    [pytest.param("not clusters", id="most"), pytest.param("clusters", marks=pytest.mark.slow)],
+    [pytest.param(f"not ({LONG})", id="most"), pytest.param(f"({LONG})", id="long", marks=pytest.mark.slow)],
 )
 def test_emulated_kernels_pass_the_tests_of_the_kernels(emulated_kernels, selected):
     near = "test_local_window.py::test_kernels_are_as_accurate_as_the_reference"
