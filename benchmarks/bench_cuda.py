@@ -12,14 +12,17 @@ authors: beside the CUDA kernels of the paper's authors, version 1, at 4096 toke
     built by nvcc from the clone that --authors names, and left out without one;
 training: tokens a second and the largest batch of a base-size masked language model at 4096 tokens, bfloat16
     autocast, forward, loss and backward, beside RoBERTa with scaled_dot_product_attention; as RoBERTa does it, and
-    with sparse_prediction, which is what scripts/run_mlm.py trains.
+    with sparse_prediction, which is what scripts/run_mlm.py trains;
+ways: forward and backward with the latter by pairs and by buckets (docs/cuda.md), about where they cross.
 """
 
 import argparse
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +55,7 @@ ASKED_OF_AUTHORS = (8, 20)
 AUTHORS_LENGTH = 4096
 AUTHORS_SOURCES = "encoders/backbones/efficient_attentions/yoso/yoso_v1/cuda"
 TRAINING_LENGTH = 4096
+LENGTHS_OF_WAYS = (2048, 4096, 8192)
 
 Rows = list[dict[str, Any]]
 # rows and, of the table, those that they give
@@ -289,7 +293,27 @@ def training(args: argparse.Namespace) -> Iterator[Part]:
     yield rows, [compare("training step at 4096: largest batch over RoBERTa's", batches, asked=1, aim=2)]
 
 
-GROUPS = {group.__name__: group for group in (attention, float32, authors, training)}
+@dataclass
+class SampledByWay(Sampled):
+    """With one of the ways of the backward, whatever the length."""
+
+    way: str = "pairs"
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # of this process, which may run another way between two calls; the backward is called right after
+        os.environ["YOSO_CUDA_BACKWARD"] = self.way
+        return super().attend(query, key, value)
+
+
+def ways(args: argparse.Namespace) -> Iterator[Part]:
+    with mock.patch.dict(os.environ):
+        for length in LENGTHS_OF_WAYS:
+            sizes = {"batch": BATCH, "dtype": "bfloat16"}
+            cases = [SampledByWay(args.device, BOTH, length, **sizes, way=way) for way in ("pairs", "buckets")]
+            yield measure(cases, args.repeats, args.seconds), []
+
+
+GROUPS = {group.__name__: group for group in (attention, float32, authors, training, ways)}
 
 
 def main() -> None:

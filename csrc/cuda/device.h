@@ -155,6 +155,12 @@ __device__ __forceinline__ void wait_for_launches_before() {
 #endif
 }
 
+// Of kernels that have nothing to do before.
+__device__ __forceinline__ void start_after_launches_before() {
+  let_next_launch_start();
+  wait_for_launches_before();
+}
+
 // Copies 4 or 16 bytes to shared memory, or clears these, while the thread goes on.
 template <int bytes>
 __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool clear) {

@@ -146,6 +146,7 @@ __host__ __device__ constexpr int32_t row_stride(int32_t rows) { return rows | 1
 // Fills the tables, from values in the cache.
 template <class In, class Code, bool aligned>
 __global__ void __launch_bounds__(kRowThreads, 3) build_tables_kernel(Problem<In, Code> p) {
+  start_after_launches_before();
   const int32_t entries = p.hashes << p.hash_code_len;
   const RowPlace place(entries, p.lane_bits, p.slices);
   const int32_t head = p.first_head + place.head;
@@ -275,7 +276,8 @@ __global__ void __launch_bounds__(kCopyThreads, 1)
   const int32_t part = blockIdx.x % parts, slice = blockIdx.x / parts % slices, head = blockIdx.x / parts / slices;
   const int32_t part_hashes = (p.hashes - 1) / parts + 1, first_hash = part * part_hashes;
   const int32_t hashes = min(part_hashes, p.hashes - first_hash);
-  if (hashes <= 0) return;
+  let_next_launch_start();
+  if (hashes <= 0) return wait_for_launches_before();
   const int32_t batch_head = p.first_head + head, columns = kLaneColumns << lane_bits, first_column = slice * columns;
   const In* values = p.value.at(batch_head / p.H, batch_head % p.H, 0) + first_column;
   // a lane's columns of all rows, then those of the next lane
@@ -287,6 +289,8 @@ __global__ void __launch_bounds__(kCopyThreads, 1)
   const int32_t rows = first_column + column < p.Dv ? p.M : 0;
   for (int32_t row = first_row; row < rows; row += row_step)
     copy_ahead<16>(to + row * kLaneColumns, row_at(values + column, row, p.value_bytes), false);
+  // which read the tables that are to be written
+  wait_for_launches_before();
   wait_for_copies();
 
   if constexpr (sizeof(In) == 2) {
@@ -326,6 +330,7 @@ __device__ __forceinline__ void scale_to_length_one(const Problem<In, Code>& p, 
 // Adds up the queries' buckets, and scales the rows of the output.
 template <class In, class Code, bool aligned>
 __global__ void __launch_bounds__(kRowThreads, 3) read_tables_kernel(Problem<In, Code> p) {
+  start_after_launches_before();
   using T = Accumulator<In>;
   constexpr int kAhead = kSumsAhead<In>;
   const RowPlace place(p.N, p.lane_bits, p.slices);
@@ -392,6 +397,7 @@ __host__ __device__ inline int32_t sharing_slices(int32_t row_columns) {
 // tables as at_once says, a power of two, and of as many on their way.
 template <class In, class Code>
 __global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Problem<In, Code> p, int at_once) {
+  start_after_launches_before();
   using T = Accumulator<In>;
   constexpr int kPieceColumns = kPieceBytes / sizeof(Sum<In>), kPieces = kSharingColumns / kPieceColumns;
   constexpr int kAhead = kSharingQueries / 2;
@@ -479,6 +485,7 @@ __global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Pro
 // Scales the rows of the output to length one, where they are aligned.
 template <class In, class Code>
 __global__ void __launch_bounds__(kRowThreads) scale_rows_kernel(Problem<In, Code> p) {
+  start_after_launches_before();
   const RowPlace place(p.N, p.lane_bits, p.slices);
   const int32_t head = p.first_head + place.head;
   const bool exists = place.row < p.N && place.column < p.Dv;
@@ -551,6 +558,15 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   for (int64_t sorted = 0; sorted < all_heads; sorted += heads_sorted) {
     const int64_t sorted_end = std::min(sorted + heads_sorted, all_heads);
     const SortedCodes keys = sort_codes(device, key_codes, sorted, sorted_end - sorted, hash_code_len);
+    // the first has to wait for the order as a whole
+    bool early = false;
+    const auto launch_next = [&](const auto& kernel, int64_t blocks, int threads, size_t shared_bytes,
+                                 const auto&... arguments) {
+      if (std::exchange(early, true))
+        launch<true>(device, kernel, blocks, threads, shared_bytes, arguments...);
+      else
+        launch(device, kernel, blocks, threads, shared_bytes, arguments...);
+    };
     for (int64_t first_head = sorted; first_head < sorted_end; first_head += heads_added) {
       const int64_t heads = std::min(heads_added, sorted_end - first_head), list = (first_head - sorted) * num_hash;
       p.first_head = static_cast<int32_t>(first_head);
@@ -565,21 +581,21 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
           const int64_t at_once = device.num_multiprocessors() / (heads * build_slices);
           const auto parts =
               static_cast<int32_t>(std::clamp<int64_t>(at_once, 1, divide_up(p.hashes, kHashesOfCopy)));
-          launch(device, build_from_shared_kernel<In, Code>, heads * build_slices * parts, kCopyThreads,
-                 lane_bytes << build_lane_bits, p, build_lane_bits, build_slices, parts);
+          launch_next(build_from_shared_kernel<In, Code>, heads * build_slices * parts, kCopyThreads,
+                      lane_bytes << build_lane_bits, p, build_lane_bits, build_slices, parts);
         } else {
-          launch(device, build, blocks(p.hashes << hash_code_len), kRowThreads, 0, p);
+          launch_next(build, blocks(p.hashes << hash_code_len), kRowThreads, 0, p);
         }
         if constexpr (std::is_same_v<In, BFloat16>)
           if (sharing) {
-            launch(device, read_shared_tables_kernel<In, Code>,
-                   heads * sharing_blocks(p.N) * sharing_slices(p.row_columns), kCopyThreads,
-                   tables_at_once * two_tables, p, tables_at_once);
+            launch_next(read_shared_tables_kernel<In, Code>,
+                        heads * sharing_blocks(p.N) * sharing_slices(p.row_columns), kCopyThreads,
+                        tables_at_once * two_tables, p, tables_at_once);
             if (p.inverse_length != nullptr)
-              launch(device, scale_rows_kernel<In, Code>, blocks(p.N), kRowThreads, 0, p);
+              launch_next(scale_rows_kernel<In, Code>, blocks(p.N), kRowThreads, 0, p);
             continue;
           }
-        launch(device, read, blocks(p.N), kRowThreads, 0, p);
+        launch_next(read, blocks(p.N), kRowThreads, 0, p);
       }
     }
   }
