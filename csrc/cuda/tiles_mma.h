@@ -172,7 +172,7 @@ __device__ __forceinline__ void for_tiles(MmaShared<Place, with_values>& shared,
 // out = the warp's rows . others
 template <class Place, class In, int n>
 __device__ __forceinline__ void multiply_mma(const In* mine, const In* others, float (&out)[n][4]) {
-  constexpr int kStride = Place::kStride, kOthers = n / Place::kParts;
+  constexpr int kStride = Place::kStride, kOtherTiles = n / Place::kParts;
   const int lane = warp_lane();
   mine += (threadIdx.x / kWarp * Place::kWarpRows + lane % 16) * kStride + lane / 16 * 8;
   others += (lane / 16 * 8 + lane % 8) * kStride + lane / 8 % 2 * 8;
@@ -184,13 +184,13 @@ __device__ __forceinline__ void multiply_mma(const In* mine, const In* others, f
 #pragma unroll
     for (int part = 0; part < Place::kParts; ++part) load_matrices<false>(a[part], mine + part * 16 * kStride + c);
 #pragma unroll
-    for (int b = 0; b < kOthers; b += 2) {
+    for (int b = 0; b < kOtherTiles; b += 2) {
       uint32_t pair[4];
       load_matrices<false>(pair, others + b * 8 * kStride + c);
 #pragma unroll
       for (int part = 0; part < Place::kParts; ++part) {
-        multiply_add<In>(out[part * kOthers + b], a[part], {pair[0], pair[1]});
-        multiply_add<In>(out[part * kOthers + b + 1], a[part], {pair[2], pair[3]});
+        multiply_add<In>(out[part * kOtherTiles + b], a[part], {pair[0], pair[1]});
+        multiply_add<In>(out[part * kOtherTiles + b + 1], a[part], {pair[2], pair[3]});
       }
     }
   }
@@ -273,14 +273,14 @@ constexpr float kWeightScale = std::is_same_v<In, Half> ? 32768 : 1;
 template <class Place, int n>
 __device__ __forceinline__ void scale_into_range(float (&slopes)[n][4], float (&scale)[Place::kParts][2],
                                                  MmaSums<Place>& sums) {
-  constexpr int kOthers = n / Place::kParts;
+  constexpr int kOtherTiles = n / Place::kParts;
 #pragma unroll
   for (int row = 0; row < Place::kParts * 2; ++row) {
     const int part = row / 2, half = row % 2;
     float largest = 0;
 #pragma unroll
-    for (int i = 0; i < kOthers * 2; ++i)
-      largest = fmaxf(largest, fabsf(slopes[part * kOthers + i / 2][half * 2 + i % 2]));
+    for (int i = 0; i < kOtherTiles * 2; ++i)
+      largest = fmaxf(largest, fabsf(slopes[part * kOtherTiles + i / 2][half * 2 + i % 2]));
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
     // 2^14 over the power of two in it
@@ -290,7 +290,7 @@ __device__ __forceinline__ void scale_into_range(float (&slopes)[n][4], float (&
 #pragma unroll
     for (int i = 0; i < Place::kColumns / 4; ++i) sums[part][i / 2][half * 2 + i % 2] *= ratio;
 #pragma unroll
-    for (int i = 0; i < kOthers * 2; ++i) slopes[part * kOthers + i / 2][half * 2 + i % 2] *= next;
+    for (int i = 0; i < kOtherTiles * 2; ++i) slopes[part * kOtherTiles + i / 2][half * 2 + i % 2] *= next;
     scale[part][half] = next;
   }
 }
@@ -390,8 +390,8 @@ __global__ void __launch_bounds__(GradientPlace<In, columns, Pairs>::kBlockThrea
   const int count = static_cast<int>(others.count), first_row = static_cast<int>(block.first);
   MmaSums<Place> sums = {}, value_sums = {};
   float scale[Place::kParts][2];
-#pragma unroll
   // the largest power of two, since nothing was added yet
+#pragma unroll
   for (int i = 0; i < Place::kParts * 2; ++i) scale[i / 2][i % 2] = 0x1p127f;
   const bool few = count <= kFewOthers;
   uint32_t* const beside = reinterpret_cast<uint32_t*>(&shared + 1);
