@@ -1,6 +1,8 @@
+import argparse
 import copy
 import itertools
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -505,6 +507,25 @@ def test_the_authors_kernels_are_verified(monkeypatch):
     monkeypatch.setattr(AuthorsKernels, "slope", 1.01)
     with pytest.raises(harness.WrongResult, match="gradient of query"):
         case.verify()
+
+
+def test_both_ways_of_the_backward_are_timed_and_the_setting_is_left_as_it_was(monkeypatch):
+    monkeypatch.setattr(bench_cuda, "LENGTHS_OF_WAYS", (24, 40))
+    monkeypatch.setattr(bench_cuda, "BATCH", 2)
+    monkeypatch.setenv("YOSO_CUDA_BACKWARD", "as it was")
+    settings = []
+    attend = bench_cuda.Sampled.attend
+    monkeypatch.setattr(
+        bench_cuda.Sampled,
+        "attend",
+        lambda *inputs: settings.append(os.environ["YOSO_CUDA_BACKWARD"]) or attend(*inputs),
+    )
+    parts = list(bench_cuda.ways(argparse.Namespace(device="cpu", repeats=1, seconds=0)))
+    assert [(row["length"], row["way"]) for rows, _ in parts for row in rows] == [
+        (length, way) for length in (24, 40) for way in ("pairs", "buckets")
+    ]
+    assert set(settings) == {"pairs", "buckets"}
+    assert os.environ["YOSO_CUDA_BACKWARD"] == "as it was"
 
 
 def test_a_directory_without_the_authors_sources_is_refused(monkeypatch, capsys, tmp_path):

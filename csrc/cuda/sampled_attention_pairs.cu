@@ -26,7 +26,7 @@ struct CollidingPairs {
   PairedCodes codes;
 
   CollidingPairs swapped() const { return {codes.swapped()}; }
-  // A row without a length is none either, which would spoil the sums of all others, not of those in its buckets alone.
+  // A row that is no number is none either: it would spoil the sums of all others, not of those in its buckets alone.
   __device__ bool is_real(int64_t batch_head, int64_t row, float inverse_length) const {
     return codes.is_real(batch_head, row) && inverse_length >= 0;
   }
@@ -90,15 +90,15 @@ struct CollidingPairs {
 
 bool goes_by_pairs(const Tensor& query, const Tensor& key, const Tensor& value, int64_t num_hash,
                    int64_t hash_code_len) {
+  const char* setting = std::getenv("YOSO_CUDA_BACKWARD");
+  const std::string_view way = setting == nullptr ? "" : setting;
+  STD_TORCH_CHECK(setting == nullptr || way == "pairs" || way == "buckets",
+                  "YOSO_CUDA_BACKWARD must be pairs or buckets, got ", setting);
   const bool is_16_bit = query.scalar_type() == ScalarType::BFloat16 || query.scalar_type() == ScalarType::Half;
   const int64_t planes = divide_up(num_hash, kWordBits) * hash_code_len;
   if (!is_16_bit || std::max(query.size(3), value.size(3)) > kMaxMmaColumns || planes > CollidingPairs::kMostPlanes)
     return false;
-  if (const char* setting = std::getenv("YOSO_CUDA_BACKWARD")) {
-    if (setting == std::string_view("pairs")) return true;
-    if (setting == std::string_view("buckets")) return false;
-    STD_TORCH_CHECK(false, "YOSO_CUDA_BACKWARD must be pairs or buckets, got ", setting);
-  }
+  if (setting != nullptr) return way == "pairs";
   const double N = query.size(2), M = key.size(2);
   return 2 * N * M * (kPairCost + static_cast<double>(planes)) <= kBucketCost * (N + M) * num_hash;
 }

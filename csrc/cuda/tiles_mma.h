@@ -394,6 +394,7 @@ __global__ void __launch_bounds__(GradientPlace<In, columns, Pairs>::kBlockThrea
 #pragma unroll
   for (int i = 0; i < Place::kParts * 2; ++i) scale[i / 2][i % 2] = 0x1p127f;
   const bool few = count <= kFewOthers;
+  static_assert(sizeof(shared) % kPieceBytes == 0, "what lies beside is copied in pieces");
   uint32_t* const beside = reinterpret_cast<uint32_t*>(&shared + 1);
   if constexpr (!Pairs::kTakesCosines) pairs.copy_mine(Place{block.batch_head, first_row, 0}, beside);
   const auto copy_beside = [&](int first, int current) {
