@@ -50,20 +50,8 @@ print(torch._C._dispatch_has_kernel_for_dispatch_key("yoso_hf::unit_rows_backwar
                     "false",
                     "outside of all tensors",
                 ),
-                (
-                    "sampled_attention_backward",
-                    "buckets_mma.h",
-                    "    wait_for_launches_before();",
-                    ";",
-                    "waiting for",
-                ),
-                (
-                    "sampled_attention_backward",
-                    "buckets_any.h",
-                    "    wait_for_launches_before();",
-                    ";",
-                    "waiting for",
-                ),
+                ("sampled_attention_backward", "buckets_mma.h", "any longer\n    __syncthreads();", "", "a race"),
+                ("sampled_attention_backward", "buckets_any.h", "      __syncwarp();", ";", "a race"),
                 (
                     "sampled_attention_backward",
                     "mma.h",

@@ -1,7 +1,7 @@
-// What the kernels share that add buckets to the sums of sampled attention's backward.
+// What the kernels share that find what a bucket adds to the sums of sampled attention's backward.
 #pragma once
 
-#include "device.h"
+#include "rows.h"
 
 namespace yoso {
 namespace {
@@ -10,58 +10,99 @@ constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 // rows of a bucket that are multiplied at a time
 constexpr int kPicked = 16;
 
-// The queries with the output's gradient, or the keys with the values, of the heads of a launch.
+// What a row's sum gets from the row's bucket of a hash function, as it is kept until those of all are added up.
+// Float16 has too few exponents.
+template <class In>
+using Addend = std::conditional_t<std::is_same_v<In, BFloat16>, BFloat16, Accumulator<In>>;
+// Those of 16 bits lie as tensor cores leave them. Of 32 columns, four lanes have 8, not neighbours: lane t has columns
+// 2t and 2t + 1 of every 8.
+constexpr int kLaneGroup = 4, kGroupColumns = kLaneGroup * kLaneColumns;
+template <class In>
+__host__ __device__ constexpr int32_t addend_columns(int32_t columns) {
+  return sizeof(Addend<In>) == 2 ? (columns + kGroupColumns - 1) / kGroupColumns * kGroupColumns : columns;
+}
+
+// The queries with the output's gradient, or the keys with the values, of the heads whose codes are sorted.
 template <class In>
 struct Side {
+  // of all heads
   Rows<const In> rows, others;
   // from one row to the next
   uint32_t row_bytes, other_bytes;
-  // [heads, count], and [heads, count, D] that become the gradient of the rows at length one
-  Accumulator<In>*inverse_length, *sums;
-  // [heads, m, count] and [heads, m, table_size + 1], see SortedCodes
+  // [heads sorted, count]
+  Accumulator<In>* inverse_length;
+  // [heads of a launch, count, D] that become the gradient of the rows at length one, and [heads, hashes, count,
+  // addend_columns(D)]
+  Accumulator<In>* sums;
+  Addend<In>* addends;
+  // [heads sorted, m, count] and [heads sorted, m, table_size + 1], see SortedCodes
   const int32_t *order, *starts;
   int32_t count;
   // whether pieces of kLaneColumns of rows and others can be read at once
   bool aligned;
 };
 
-// The heads from `first` on, of the B * H.
+// What a launch has: heads from the first-th on of those that are sorted, which begin at first_sorted of the B * H, and
+// `hashes` hash functions of each, from first_hash on. A block takes an item at a time, item_codes codes of one of
+// them.
 struct Sizes {
-  int32_t first, heads, H, num_hash, D, Dv;
-  // blocks that a head has in a launch, and codes that a block has
-  int32_t table_size, head_blocks, block_codes;
-};
+  int32_t first_sorted, first, H, first_hash, num_hash, hashes, D, Dv, table_size, item_codes;
 
-// A side of one head and one hash function.
-template <class In>
-struct HeadSide {
-  using T = Accumulator<In>;
-  const In *rows, *others;
-  const T* inverse_length;
-  T* sums;
-  const int32_t *order, *starts;
-  uint32_t row_bytes, other_bytes, sum_bytes;
-  bool aligned;
-
-  __device__ HeadSide(const Side<In>& side, const Sizes& sizes, int32_t head, int32_t hash) {
-    const int32_t batch = (sizes.first + head) / sizes.H, head_of_batch = (sizes.first + head) % sizes.H;
-    const int64_t list = int64_t{head} * sizes.num_hash + hash, first_row = int64_t{head} * side.count;
-    rows = side.rows.at(batch, head_of_batch, 0);
-    others = side.others.at(batch, head_of_batch, 0);
-    inverse_length = side.inverse_length + first_row;
-    sums = side.sums + first_row * sizes.D;
-    order = side.order + list * side.count;
-    starts = side.starts + list * (sizes.table_size + 1);
-    row_bytes = side.row_bytes;
-    other_bytes = side.other_bytes;
-    sum_bytes = sizes.D * sizeof(T);
-    aligned = side.aligned;
-  }
+  // of a hash function of a head
+  __host__ __device__ int32_t items() const { return (table_size + item_codes - 1) / item_codes; }
 };
 
 // The part of a bucket that is one side's: its rows are order[first] .. order[first + count - 1].
 struct Span {
   int32_t first, count;
+};
+
+// A side of one hash function of one head, the i-th of all that a launch has.
+template <class In>
+struct HeadSide {
+  const In *rows, *others;
+  const Accumulator<In>* inverse_length;
+  Addend<In>* addends;
+  const int32_t *order, *starts;
+  int32_t count;
+  uint32_t row_bytes, other_bytes, addend_bytes;
+  bool aligned;
+
+  __device__ HeadSide(const Side<In>& side, const Sizes& sizes, int32_t i) {
+    const int32_t head = sizes.first + i / sizes.hashes, hash = sizes.first_hash + i % sizes.hashes;
+    const int32_t batch = (sizes.first_sorted + head) / sizes.H, head_of_batch = (sizes.first_sorted + head) % sizes.H;
+    const int64_t list = int64_t{head} * sizes.num_hash + hash;
+    rows = side.rows.at(batch, head_of_batch, 0);
+    others = side.others.at(batch, head_of_batch, 0);
+    inverse_length = side.inverse_length + int64_t{head} * side.count;
+    addends = side.addends + int64_t{i} * side.count * addend_columns<In>(sizes.D);
+    order = side.order + list * side.count;
+    starts = side.starts + list * (sizes.table_size + 1);
+    count = side.count;
+    row_bytes = side.row_bytes;
+    other_bytes = side.other_bytes;
+    addend_bytes = addend_columns<In>(sizes.D) * sizeof(Addend<In>);
+    aligned = side.aligned;
+  }
+
+  // Of the rows in no bucket, one of so many parts.
+  __device__ Span in_none(const Sizes& sizes, int32_t part, int32_t parts) const {
+    const int32_t first = __ldg(starts + sizes.table_size);
+    const auto begin = [&](int32_t i) { return static_cast<int32_t>(int64_t{count - first} * i / parts); };
+    return {first + begin(part), begin(part + 1) - begin(part)};
+  }
+
+  // Clears the addends of a span's rows. So many warps do this, of which the thread's is one.
+  __device__ __forceinline__ void clear(const Span& span, int warp, int warps) const {
+    const int lane = threadIdx.x % kWarp, columns = addend_bytes / sizeof(Addend<In>);
+    for (int first = warp * kWarp; first < span.count; first += warps * kWarp) {
+      const int32_t row = first + lane < span.count ? __ldg(order + span.first + first + lane) : 0;
+      for (int r = 0; r < min(span.count - first, kWarp); ++r) {
+        Addend<In>* to = row_at(addends, __shfl_sync(kAllLanes, row, r), addend_bytes);
+        for (int c = lane; c < columns; c += kWarp) to[c] = 0;
+      }
+    }
+  }
 };
 
 template <class In>

@@ -1,5 +1,6 @@
-// The kernel of sampled_attention_backward.cu that adds buckets, for any dtype and size. A warp has a bucket of up to
-// 16 rows a side: a lane has some of the products of gradients and values, and then some columns of all sums.
+// The kernel of sampled_attention_backward.cu that multiplies buckets of float32 and float64 of any size. A warp has a
+// bucket of up to 16 rows a side: a lane has some of the products of gradients and values, and then some columns of all
+// sums.
 #pragma once
 
 #include "buckets.h"
@@ -30,15 +31,6 @@ struct BlockMemory {
   Tile<T> left, right;
 };
 
-template <class T>
-__device__ __forceinline__ void add_to_memory(T* to, T x) {
-  // not by atomicAdd: see add_two in buckets_mma.h
-  if constexpr (sizeof(T) == 8)
-    asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;" : : "l"(__cvta_generic_to_global(to)), "d"(x));
-  else
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" : : "l"(__cvta_generic_to_global(to)), "f"(x));
-}
-
 // A lane's columns of those that rows have from `first` on.
 template <class T>
 struct LaneColumns {
@@ -62,8 +54,7 @@ struct Products {
   T pairs[2][2][2] = {};
 
   // Fills in the products of rows that lanes 0..15 and lanes 16..31 have picked.
-  template <class In>
-  __device__ __forceinline__ Products(uint32_t lane, const HeadSide<In>& left, int num_left, const HeadSide<In>& right,
+  __device__ __forceinline__ Products(uint32_t lane, const HeadSide<T>& left, int num_left, const HeadSide<T>& right,
                                       int num_right, const PickedRows<T>& picked, int32_t columns,
                                       WarpMemory<T>& memory) {
     for (int32_t first = 0; first < columns; first += kSlice<T>) {
@@ -102,18 +93,17 @@ struct Products {
   }
 
  private:
-  template <class In>
-  __device__ __forceinline__ static void load(uint32_t lane, const HeadSide<In>& side, const PickedRows<T>& picked,
+  __device__ __forceinline__ static void load(uint32_t lane, const HeadSide<T>& side, const PickedRows<T>& picked,
                                               int first_lane, int count, const LaneColumns<T>& columns,
                                               typename WarpMemory<T>::Others& to) {
-    const In* const rows = side.others;
+    const T* const rows = side.others;
     const uint32_t row_bytes = side.other_bytes;
 #pragma unroll 4
     for (int r = 0; r < count; ++r) {
-      const In* from = row_at(rows, picked.at(first_lane + r), row_bytes);
+      const T* from = row_at(rows, picked.at(first_lane + r), row_bytes);
 #pragma unroll
       for (int i = 0; i < LaneColumns<T>::kCount; ++i) {
-        const T x = static_cast<T>(from[columns.readable(i)]);
+        const T x = from[columns.readable(i)];
         to[r][lane + i * kWarp] = columns.exists(i) ? x : 0;
       }
     }
@@ -143,18 +133,17 @@ struct WarpSums {
   T sums[kPicked][kSlice<T> / kWarp] = {};
 
   // Adds `count` source rows, by their weights; of columns that do not exist, anything.
-  template <class In>
-  __device__ __forceinline__ void add(const HeadSide<In>& sources, const PickedRows<T>& picked, int first_lane,
+  __device__ __forceinline__ void add(const HeadSide<T>& sources, const PickedRows<T>& picked, int first_lane,
                                       int count, const typename WarpMemory<T>::Weights& weights, int num_targets,
                                       const LaneColumns<T>& columns) {
-    const In* const rows = sources.rows;
+    const T* const rows = sources.rows;
     const uint32_t row_bytes = sources.row_bytes;
 #pragma unroll 2
     for (int s = 0; s < count; ++s) {
-      const In* from = row_at(rows, picked.at(first_lane + s), row_bytes);
+      const T* from = row_at(rows, picked.at(first_lane + s), row_bytes);
       T row[LaneColumns<T>::kCount];
 #pragma unroll
-      for (int i = 0; i < LaneColumns<T>::kCount; ++i) row[i] = static_cast<T>(from[columns.readable(i)]);
+      for (int i = 0; i < LaneColumns<T>::kCount; ++i) row[i] = from[columns.readable(i)];
 #pragma unroll
       for (int half = 0; half < kPicked; half += 8) {
         if (half > 0 && half >= num_targets) break;
@@ -168,14 +157,12 @@ struct WarpSums {
     }
   }
 
-  // Adds the sums to those of `count` picked rows in memory.
-  template <class In>
-  __device__ __forceinline__ void store(const HeadSide<In>& targets, const PickedRows<T>& picked, int first_lane,
+  // Stores the sums as the addends of `count` picked rows.
+  __device__ __forceinline__ void store(const HeadSide<T>& targets, const PickedRows<T>& picked, int first_lane,
                                         int count, const LaneColumns<T>& columns) const {
-    wait_for_launches_before();
-    T* const rows = targets.sums + columns.first;
-    const uint32_t row_bytes = targets.sum_bytes;
-    // without a branch for each addition
+    T* const rows = targets.addends + columns.first;
+    const uint32_t row_bytes = targets.addend_bytes;
+    // without a branch for each column
     if (columns.whole)
       store_each(rows, row_bytes, picked, first_lane, count, [](int) { return true; });
     else
@@ -192,15 +179,16 @@ struct WarpSums {
       T* to = row_at(rows, picked.at(first_lane + t), row_bytes);
 #pragma unroll
       for (int i = 0; i < LaneColumns<T>::kCount; ++i)
-        if (exists(i)) add_to_memory(to + i * kWarp, sums[t][i]);
+        if (exists(i)) to[i * kWarp] = sums[t][i];
     }
   }
 };
 
-// Adds a bucket of up to 16 rows a side. A warp has it.
-template <class In, class T = Accumulator<In>>
-__device__ __forceinline__ void add_small_bucket(const HeadSide<In>& queries, const Span& q, const HeadSide<In>& keys,
-                                                 const Span& k, const Sizes& sizes, WarpMemory<T>& memory) {
+// What the rows of a bucket of up to 16 a side get from it. A warp has it.
+template <class T>
+__device__ __forceinline__ void multiply_small_bucket(const HeadSide<T>& queries, const Span& q,
+                                                      const HeadSide<T>& keys, const Span& k, const Sizes& sizes,
+                                                      WarpMemory<T>& memory) {
   const uint32_t lane = lane_in_bucket();
   const PickedRows<T> picked(lane, queries, q, keys, k);
   const Products<T> products(lane, queries, q.count, keys, k.count, picked, sizes.Dv, memory);
@@ -218,11 +206,11 @@ __device__ __forceinline__ void add_small_bucket(const HeadSide<In>& queries, co
   }
 }
 
-// Adds a bucket's part of the sums of up to 16 of one side's rows. A warp has them.
-template <class In, class T = Accumulator<In>>
-__device__ __forceinline__ void add_pairs_of_tile(const HeadSide<In>& targets, const Span& target_span,
-                                                  const HeadSide<In>& sources, const Span& source_span,
-                                                  const Sizes& sizes, WarpMemory<T>& memory) {
+// What up to 16 of one side's rows get from their bucket. A warp has them.
+template <class T>
+__device__ __forceinline__ void multiply_pairs_of_tile(const HeadSide<T>& targets, const Span& target_span,
+                                                       const HeadSide<T>& sources, const Span& source_span,
+                                                       const Sizes& sizes, WarpMemory<T>& memory) {
   const int num_targets = min(target_span.count, kPicked);
   for (int32_t first = 0; first < sizes.D; first += kSlice<T>) {
     WarpSums<T> sums;
@@ -240,22 +228,21 @@ __device__ __forceinline__ void add_pairs_of_tile(const HeadSide<In>& targets, c
   }
 }
 
-// Adds a bucket's part of one side's sums through the product of the other side's rows, at a cost that is linear in
-// the bucket's size: G (V^T K) to the queries', V (G^T Q) to the keys'. The block shares the work.
-template <class In, class T = Accumulator<In>>
-__device__ __forceinline__ void add_through_product(const HeadSide<In>& targets, const Span& target_span,
-                                                    const HeadSide<In>& sources, const Span& source_span,
-                                                    const Sizes& sizes, BlockMemory<T>& memory) {
+// What one side's rows get from a bucket, through the product of the other side's rows, at a cost that is linear in the
+// bucket's size: G (V^T K) for the queries, V (G^T Q) for the keys. The block shares the work.
+template <class T>
+__device__ __forceinline__ void multiply_through_product(const HeadSide<T>& targets, const Span& target_span,
+                                                         const HeadSide<T>& sources, const Span& source_span,
+                                                         const Sizes& sizes, BlockMemory<T>& memory) {
   constexpr int n = kTile * kTile / (kThreads * kSide);
   // Loads kTile of the gradients or values, from `first` of the bucket's on, and returns how many there are.
-  const auto load_others = [&](const HeadSide<In>& side, const Span& span, int first, int32_t column, Tile<T>& to) {
+  const auto load_others = [&](const HeadSide<T>& side, const Span& span, int first, int32_t column, Tile<T>& to) {
     const int32_t* order = side.order + span.first + first;
     const int count = min(kTile, span.count - first);
     const auto row = [&](int r) { return r < count ? row_at(side.others, order[r], side.other_bytes) : nullptr; };
-    load_tile<false, kThreads>(TileSource<In>{{}, sizes.Dv, side.aligned}, row, column, to);
+    load_tile<false, kThreads>(TileSource<T>{{}, sizes.Dv, side.aligned}, row, column, to);
     return count;
   };
-  wait_for_launches_before();
   for (int32_t other = 0; other < sizes.Dv; other += kTile)
     for (int32_t column = 0; column < sizes.D; column += kTile) {
       T product[n][kSide] = {};
@@ -265,7 +252,7 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
         const int32_t* order = sources.order + source_span.first + from;
         const auto row = [&](int r) { return r < count ? row_at(sources.rows, order[r], sources.row_bytes) : nullptr; };
         const auto inverse_length = [&](int r) { return r < count ? sources.inverse_length[order[r]] : 0; };
-        load_tile<false, kThreads>(TileSource<In>{{}, sizes.D, sources.aligned}, row, column, inverse_length,
+        load_tile<false, kThreads>(TileSource<T>{{}, sizes.D, sources.aligned}, row, column, inverse_length,
                                    memory.right);
         __syncthreads();
         // a tile's sums by themselves, for accuracy
@@ -283,24 +270,25 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
         multiply_tiles<false>(memory.left, memory.right, sums);
         const int32_t* order = targets.order + target_span.first + to;
         for_elements<n>([&](int r, int c) {
-          if (my_row<n>(r) < count && column + my_column(c) < sizes.D)
-            add_to_memory(row_at(targets.sums, order[my_row<n>(r)], targets.sum_bytes) + column + my_column(c),
-                          sums[r][c]);
+          if (my_row<n>(r) >= count || column + my_column(c) >= sizes.D) return;
+          T* addend = row_at(targets.addends, order[my_row<n>(r)], targets.addend_bytes) + column + my_column(c);
+          // the thread's own, of the columns of others before
+          *addend = other > 0 ? *addend + sums[r][c] : sums[r][c];
         });
       }
     }
 }
 
-// Calls, for the buckets that a block has of a hash function and in which both sides have rows: of up to kPicked rows a
+// Calls, for the buckets of an item: where one side has no rows, alone(side, span) by one warp; of up to kPicked rows a
 // side, small(query_span, key_span) by one warp; of more, where is_crowded(query_span, key_span) is false, tile(side,
 // target_span, source_span) by one warp for every kPicked rows of either side; else crowded(side, target_span,
 // source_span) by the block, for each side.
-template <class In, class IsCrowded, class Small, class OfTile, class Crowded>
-__device__ __forceinline__ void for_buckets(const HeadSide<In>* sides, const Sizes& sizes, const IsCrowded& is_crowded,
-                                            const Small& small, const OfTile& tile, const Crowded& crowded) {
+template <class T, class IsCrowded, class Alone, class Small, class OfTile, class Crowded>
+__device__ __forceinline__ void for_buckets(const HeadSide<T>* sides, const Sizes& sizes, int32_t item,
+                                            const IsCrowded& is_crowded, const Alone& alone, const Small& small,
+                                            const OfTile& tile, const Crowded& crowded) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int32_t begin = static_cast<int32_t>(blockIdx.x % sizes.head_blocks) * sizes.block_codes;
-  const int32_t end = min(begin + sizes.block_codes, sizes.table_size);
+  const int32_t begin = item * sizes.item_codes, end = min(begin + sizes.item_codes, sizes.table_size);
   // the warp whose turn it is
   int turn = 0;
   for (int32_t first = begin; first < end; first += kWarp) {
@@ -317,12 +305,16 @@ __device__ __forceinline__ void for_buckets(const HeadSide<In>* sides, const Siz
     const auto from_either = [](bool first, const Span& a, const Span& b) {
       return Span{first ? a.first : b.first, first ? a.count : b.count};
     };
-    const uint32_t smalls = __ballot_sync(kAllLanes, largest > 0 && is_small);
+    const uint32_t smalls = __ballot_sync(kAllLanes, query_span.count + key_span.count > 0 && is_small);
     const int before = __popc(smalls & ~(kAllLanes << lane));
     const bool is_mine = (smalls >> lane & 1) != 0 && (turn + before) % kWarps == warp;
     for (uint32_t left = __ballot_sync(kAllLanes, is_mine); left != 0; left &= left - 1) {
       const int source = __ffs(left) - 1;
-      small(from_lane(query_span, source), from_lane(key_span, source));
+      const Span q = from_lane(query_span, source), k = from_lane(key_span, source);
+      if (q.count == 0 || k.count == 0)
+        alone(q.count == 0, from_either(q.count > 0, q, k));
+      else
+        small(q, k);
     }
     turn = (turn + __popc(smalls)) % kWarps;
     for (uint32_t left = __ballot_sync(kAllLanes, !is_small && !has_crowd); left != 0; left &= left - 1) {
@@ -349,47 +341,45 @@ __device__ __forceinline__ void for_buckets(const HeadSide<In>* sides, const Siz
   }
 }
 
-// The shared memory of add_buckets_kernel.
-template <class In>
+// The shared memory of multiply_buckets_kernel.
+template <class T>
 struct AnyMemory {
-  using T = Accumulator<In>;
   union {
     WarpMemory<T> warps[kWarps];
     BlockMemory<T> block;
   };
   // here they take no registers
-  HeadSide<In> sides[2];
+  HeadSide<T> sides[2];
 };
 
-// Adds the buckets of one hash function: any dtype and size. A block has block_codes codes of a head.
-template <class In>
-__global__ void __launch_bounds__(kThreads, sizeof(In) == 8 ? 1 : 2)
-    add_buckets_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int32_t hash) {
-  using T = Accumulator<In>;
-  let_next_launch_start();
-  auto& memory = *shared_memory<AnyMemory<In>>();
+// Stores what all rows get from their buckets. A block has an item.
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 2)
+    multiply_buckets_kernel(Side<T> query_side, Side<T> key_side, Sizes sizes) {
+  auto& memory = *shared_memory<AnyMemory<T>>();
+  const int32_t items = sizes.items(), item = blockIdx.x % items;
   if (threadIdx.x < 2)
-    memory.sides[threadIdx.x] =
-        HeadSide<In>(threadIdx.x == 0 ? query_side : key_side, sizes, blockIdx.x / sizes.head_blocks, hash);
+    memory.sides[threadIdx.x] = HeadSide<T>(threadIdx.x == 0 ? query_side : key_side, sizes, blockIdx.x / items);
   __syncthreads();
-  const HeadSide<In>* sides = memory.sides;
-  WarpMemory<T>& warp_memory = memory.warps[threadIdx.x / kWarp];
+  const HeadSide<T>* sides = memory.sides;
+  const int warp = threadIdx.x / kWarp;
+  WarpMemory<T>& warp_memory = memory.warps[warp];
+  for (int side = 0; side < 2; ++side) sides[side].clear(sides[side].in_none(sizes, item, items), warp, kWarps);
   for_buckets(
-      sides, sizes,
+      sides, sizes, item,
       [&](const Span& q, const Span& k) {
         // the products of all pairs, those of gradients and values for either side, or through products
         const int64_t D = sizes.D, Dv = sizes.Dv;
         return int64_t{q.count} * k.count * (D + Dv) > (int64_t{q.count} + k.count) * D * Dv;
       },
-      [&](const Span& q, const Span& k) { add_small_bucket(sides[0], q, sides[1], k, sizes, warp_memory); },
+      [&](int side, const Span& span) { sides[side].clear(span, 0, 1); },
+      [&](const Span& q, const Span& k) { multiply_small_bucket(sides[0], q, sides[1], k, sizes, warp_memory); },
       [&](int side, const Span& targets, const Span& sources) {
-        add_pairs_of_tile(sides[side], targets, sides[1 - side], sources, sizes, warp_memory);
+        multiply_pairs_of_tile(sides[side], targets, sides[1 - side], sources, sizes, warp_memory);
       },
       [&](int side, const Span& targets, const Span& sources) {
-        add_through_product(sides[side], targets, sides[1 - side], sources, sizes, memory.block);
+        multiply_through_product(sides[side], targets, sides[1 - side], sources, sizes, memory.block);
       });
-  // also where there was nothing to add: a launch ends after those before it
-  wait_for_launches_before();
 }
 
 }  // namespace

@@ -1,17 +1,16 @@
-// The kernel of sampled_attention_backward.cu that adds buckets, on tensor cores: they multiply 16-bit rows of up to
-// kColumns columns, in pieces of 16 bytes. Rows are multiplied as they are; what has to be rounded to 16 bits on the
-// way, the weights and V or G, takes up the inverse lengths before: its errors are then as if some weights were off by
-// a rounding, and the normalisation's gradient, which cancels most of the sums where rows are alike, cancels most of
-// them too.
+// The kernel of sampled_attention_backward.cu that multiplies buckets, on tensor cores: 16-bit rows of up to kColumns
+// columns, in pieces of 16 bytes. Rows are multiplied as they are; what has to be rounded to 16 bits on the way, the
+// weights and V or G, takes up the inverse lengths before: its errors are then as if some weights were off by a
+// rounding, and the normalisation's gradient, which cancels most of the sums where rows are alike, cancels most of them
+// too.
 //
-// One launch adds all hash functions. Blocks take an item at a time, some codes of a hash function of a head: they copy
-// the rows of as many of its buckets as fit to shared memory, each once, multiply them, and add to the sums in memory
-// once the head's items of the hash functions before are done. Buckets that do not fit are shared by all items of the
-// hash function, as one block would keep the others waiting.
+// Blocks copy the rows of as many buckets as fit to shared memory, each once, and multiply them. Buckets that do not
+// fit go through products, whose cost is linear in their size.
 #pragma once
 
 #include "buckets.h"
 #include "mma.h"
+#include "tile_rows.h"
 
 namespace yoso {
 namespace {
@@ -38,29 +37,8 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// Adds to two floats, `offset` floats behind an address that is aligned to their size. Not by atomicAdd, which does not
-// know that the address is one of global memory: it would wait for an answer to tell it from shared memory's.
-template <int offset>
-__device__ __forceinline__ void add_two(float* to, float x, float y) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0 + %3], {%1, %2};"
-               :
-               : "l"(__cvta_generic_to_global(to)), "f"(x), "f"(y), "n"(offset * sizeof(float)));
-#else
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0 + %3], %1; red.relaxed.gpu.global.add.f32 [%0 + %4], %2;"
-               :
-               : "l"(__cvta_generic_to_global(to)), "f"(x), "f"(y), "n"(offset * sizeof(float)),
-                 "n"((offset + 1) * sizeof(float)));
-#endif
-}
-
-// Calls f<0>(), f<1>() and so on.
-template <int count, class F>
-__device__ __forceinline__ void for_numbers(const F& f) {
-  [&]<int... number>(std::integer_sequence<int, number...>) {
-    (f.template operator()<number>(), ...);
-  }(std::make_integer_sequence<int, count>{});
-}
+// How many tiles of kPicked rows there are.
+__host__ __device__ constexpr int32_t tiles_of(int32_t rows) { return (rows + kPicked - 1) / kPicked; }
 
 // 16-bit rows in shared memory. Pieces change places by row, so that those of eight rows fall into different banks.
 template <int kColumns>
@@ -108,28 +86,54 @@ struct Fragments {
   }
 };
 
-// Two of the rows that sums are of, a lane's being those of rows g and g + 8 of 16, from column 2t on.
-struct SumRows {
-  float* row[2];
+// 16 of the rows that addends are of, a lane's being g and g + 8.
+template <class In>
+struct AddendRows {
+  Addend<In>* addend[2];
+  float inverse_length[2];
   bool exists[2];
 
-  // Adds products, times scale. The compiler makes a branch of every addition that may be left out: there is one for
-  // all of a row that has all columns.
-  template <int pairs>
-  __device__ __forceinline__ void add(const float (&sums)[pairs][2][4], float scale, int columns) const {
+  // Stores the columns of sums, of which a lane has 2t and 2t + 1 of every 8. pair(half, piece) gives what the row
+  // itself has there. All lanes do this.
+  template <int pairs, class Pair>
+  __device__ __forceinline__ void store(uint32_t lane, float (&sums)[pairs][2][4], int columns,
+                                        const Pair& pair) const {
+    const uint32_t t = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto add_first = [&](int count) {
-        for_numbers<2 * pairs>([&]<int piece>() {
-          const float* sum = &sums[piece / 2][piece % 2][2 * half];
-          if (8 * piece < count) add_two<8 * piece>(row[half], sum[0] * scale, sum[1] * scale);
-        });
-      };
-      if (!exists[half]) continue;
-      if (columns == 16 * pairs)
-        add_first(16 * pairs);
-      else
-        add_first(columns);
+      const auto sum = [&](int piece) { return &sums[piece / 2][piece % 2][2 * half]; };
+      if constexpr (sizeof(Addend<In>) == 2) {
+        // without what the normalisation's gradient takes away, which may be most of it, and be rounded like the rest
+        uint32_t own[2 * pairs];
+        float parallel = 0;
+#pragma unroll
+        for (int piece = 0; piece < 2 * pairs; ++piece) {
+          own[piece] = pair(half, piece);
+          const float2 x = unpack<In>(own[piece]);
+          parallel += sum(piece)[0] * x.x + sum(piece)[1] * x.y;
+        }
+        parallel += __shfl_xor_sync(kAllLanes, parallel, 1);
+        parallel += __shfl_xor_sync(kAllLanes, parallel, 2);
+        parallel *= inverse_length[half] * inverse_length[half];
+#pragma unroll
+        for (int first = 0; first < 2 * pairs; first += 4) {
+          uint32_t numbers[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float2 x = unpack<In>(own[first + i]);
+            numbers[i] = pack<In>(sum(first + i)[0] - parallel * x.x, sum(first + i)[1] - parallel * x.y);
+          }
+          // nobody reads them soon: what the cache has of rows is to stay there
+          if (exists[half] && 8 * first < columns)
+            __stcs(reinterpret_cast<uint4*>(addend[half] + 8 * first + 8 * t),
+                   make_uint4(numbers[0], numbers[1], numbers[2], numbers[3]));
+        }
+      } else {
+#pragma unroll
+        for (int piece = 0; piece < 2 * pairs; ++piece)
+          if (exists[half] && 8 * piece < columns)
+            *reinterpret_cast<float2*>(addend[half] + 8 * piece + 2 * t) = make_float2(sum(piece)[0], sum(piece)[1]);
+      }
     }
   }
 };
@@ -144,13 +148,18 @@ __device__ __forceinline__ uint4 scaled(const uint4& piece, float factor) {
   return make_uint4(scale(piece.x), scale(piece.y), scale(piece.z), scale(piece.w));
 }
 
-// add_through_product on tensor cores. The product is kept as two 16-bit numbers an element: one alone would be off
-// in directions that the rows do not have, which the normalisation's gradient does not cancel.
+// How many rows of either side multiply_through_product copies to a block's memory at a time.
+template <int kColumns>
+constexpr int kProductRows = 16384 / kColumns;
+
+// multiply_through_product on tensor cores. The product is kept as two 16-bit numbers an element: one alone would be
+// off in directions that the rows do not have, which the normalisation's gradient does not cancel.
 template <int kColumns, class In>
-__device__ __forceinline__ void add_through_product(const HeadSide<In>& targets, Span target_span,
-                                                    const HeadSide<In>& sources, Span source_span, const Sizes& sizes,
-                                                    unsigned char* memory) {
-  constexpr int kPieces = kColumns / 8, kRows = 4096 / kColumns, kDown = kColumns / 64, kAcross = kColumns / 32;
+__device__ __forceinline__ void multiply_through_product(const HeadSide<In>& targets, Span target_span,
+                                                         const HeadSide<In>& sources, Span source_span,
+                                                         const Sizes& sizes, unsigned char* memory) {
+  constexpr int kPieces = kColumns / 8, kRows = kProductRows<kColumns>;
+  constexpr int kDown = kColumns / 64, kAcross = kColumns / 32;
   const uint32_t lane = lane_in_bucket();
   const int warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
   const Matrix<kColumns> others{memory}, rows{memory + kRows * kColumns * sizeof(In)};
@@ -160,7 +169,8 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
   for (int from = 0; from < source_span.count; from += kRows) {
     const int count = min(kRows, source_span.count - from);
     __syncthreads();
-    for (int i = threadIdx.x; i < kRows * kPieces; i += kThreads) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < tiles_of(count) * kPicked * kPieces; i += kThreads) {
       const int r = i / kPieces, piece = i % kPieces;
       uint4 other = make_uint4(0, 0, 0, 0), row = other;
       if (r < count) {
@@ -239,15 +249,9 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
     const Span span{target_span.first + tile * kPicked, target_span.count - tile * kPicked};
     const PickedRows<float> picked(lane, targets, span, targets, span);
     const Fragments<kColumns> left(lane, targets, picked, 0, span.count, sizes.Dv);
-    SumRows to;
+    float sums[kColumns / 16][2][4] = {};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      to.row[half] = row_at(targets.sums, picked.at(g + 8 * half), targets.sum_bytes) + 2 * t;
-      to.exists[half] = g + 8 * half < span.count;
-    }
-#pragma unroll 1
-    for (int pair = 0; 16 * pair < sizes.D; ++pair) {
-      float sums[1][2][4] = {};
+    for (int pair = 0; pair < kColumns / 16; ++pair)
 #pragma unroll
       for (int i = 0; i < kColumns / 32; ++i)
 #pragma unroll
@@ -258,60 +262,28 @@ __device__ __forceinline__ void add_through_product(const HeadSide<In>& targets,
           const int r = 32 * i + 4 * step + lane % 8 / 2 * 8 + lane / 8 % 2 * 2 + lane % 2;
 #pragma unroll
           for (int part = 0; part < 2; ++part) {
-            load_matrices<true>(b, (part == 0 ? high : low).piece(r, 2 * pair ^ lane / 16));
+            load_matrices<true>(b, (part == 0 ? high : low).piece(r, 2 * pair + lane / 16));
 #pragma unroll
-            for (int n = 0; n < 2; ++n) multiply_add<In>(sums[0][n], a, {b[2 * n], b[2 * n + 1]});
+            for (int n = 0; n < 2; ++n) multiply_add<In>(sums[pair][n], a, {b[2 * n], b[2 * n + 1]});
           }
         }
-      to.add(sums, power.down, min(sizes.D - 16 * pair, 16));
-      for (float*& row : to.row) row += 16;
+    if constexpr (std::is_same_v<In, Half>)
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) sums[i / 8][i / 4 % 2][i % 4] *= power.down;
+    AddendRows<In> to;
+    const In* row[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = g + 8 * half;
+      to.addend[half] = row_at(targets.addends, picked.at(r), targets.addend_bytes);
+      to.inverse_length[half] = __shfl_sync(kAllLanes, picked.inverse_length, r);
+      to.exists[half] = r < span.count;
+      row[half] = row_at(targets.rows, picked.at(r), targets.row_bytes) + 2 * t;
     }
+    to.store(lane, sums, sizes.D, [&](int half, int piece) {
+      return 8 * piece < sizes.D ? __ldg(reinterpret_cast<const uint32_t*>(row[half] + 8 * piece)) : 0;
+    });
   }
-}
-
-// A bucket that does not fit a block's memory, and how many tiles those before it have; first of a list, their number
-// and all their tiles.
-struct LargeBucket {
-  int32_t code, tiles_before;
-};
-
-// How many tiles of kPicked rows there are.
-__host__ __device__ constexpr int32_t tiles_of(int32_t rows) { return (rows + kPicked - 1) / kPicked; }
-
-// Whether a bucket is listed, if blocks have so many rows of either side: if both sides have rows, and the pairs of
-// these cost less than to go through products.
-constexpr int32_t kManyRows = 512;
-__device__ __forceinline__ bool is_listed(int32_t queries, int32_t keys, int32_t block_rows) {
-  const int32_t most = max(queries, keys);
-  return min(queries, keys) > 0 && most > block_rows && most <= kManyRows;
-}
-
-// Lists the large buckets of the hash functions of some heads, of which each has a place for `room`. A warp makes a
-// list.
-__global__ void __launch_bounds__(kThreads)
-    list_large_buckets_kernel(const int32_t* query_starts, const int32_t* key_starts, int32_t lists, int32_t table_size,
-                              int32_t block_rows, int32_t room, LargeBucket* large) {
-  const int32_t list = blockIdx.x * kWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  if (list >= lists) return;
-  query_starts += int64_t{list} * (table_size + 1);
-  key_starts += int64_t{list} * (table_size + 1);
-  large += int64_t{list} * (room + 1);
-  LargeBucket all = {0, 0};
-  for (int32_t first = 0; first < table_size; first += kWarp) {
-    const int32_t code = first + lane;
-    const bool exists = code < table_size;
-    const int32_t queries = exists ? query_starts[code + 1] - query_starts[code] : 0;
-    const int32_t keys = exists ? key_starts[code + 1] - key_starts[code] : 0;
-    const bool listed = is_listed(queries, keys, block_rows);
-    const uint32_t found = __ballot_sync(kAllLanes, listed);
-    for (uint32_t left = found; left != 0; left &= left - 1) {
-      const int source = __ffs(left) - 1;
-      if (lane == source) large[1 + all.code] = {code, all.tiles_before};
-      ++all.code;
-      all.tiles_before += __shfl_sync(kAllLanes, tiles_of(queries) + tiles_of(keys), source);
-    }
-  }
-  if (lane == 0) large[0] = all;
 }
 
 // Up to 16 rows of a bucket's one side, and where the other side's are.
@@ -338,14 +310,6 @@ struct Batch {
     return i < queries ? make_int2(0, i) : make_int2(1, i - queries);
   }
   __device__ __forceinline__ bool has_row(int i) const { return i < (num_tiles[0] + num_tiles[1]) * kPicked; }
-
-  // Makes `count` tiles of a bucket's rows of a side from the first-th tile on, that meet `others` tiles. A warp does
-  // this.
-  __device__ __forceinline__ void make_tiles(int side, const Span& span, int first, int count, int others) {
-    const int lane = threadIdx.x % kWarp, skipped = (first + lane) * kPicked;
-    if (lane < count) tiles[side][lane] = {span.first + skipped, min(span.count - skipped, kPicked), 0, others};
-    if (lane == 0) num_tiles[side] = count;
-  }
 };
 
 // Some codes of a hash function of a head.
@@ -356,47 +320,43 @@ struct Item {
   int32_t starts[2][kMostCodes + 1];
   // its codes, none past the last item
   int32_t num_codes;
-  // the counter of the head's items that are done, and what it has to reach
-  int32_t turn, *done;
-  // how far that was when a warp last looked; the others look there so many times before they look themselves
-  int32_t seen;
-  static constexpr int kMostLooks = 1 << 10;
-  // the list of large buckets, and those of their tiles that are the item's
-  int32_t tiles_begin, tiles_end;
-  const LargeBucket* large;
+  // its part of the rows that are in no bucket
+  Span in_none[2];
 
   // A warp does this.
-  __device__ __forceinline__ void begin(int32_t number, const Side<In>& query_side, const Side<In>& key_side,
-                                        const Sizes& sizes, const LargeBucket* all_large, int32_t room,
-                                        int32_t* progress) {
-    // in the order of hash functions: of what an item waits for, every part has been taken before
-    const int32_t lane = lane_in_bucket(), round = number / sizes.head_blocks, chunk = number % sizes.head_blocks;
-    const int32_t hash = round / sizes.heads, head = round % sizes.heads, first_code = chunk * sizes.block_codes;
-    const int64_t list = int64_t{head} * sizes.num_hash + hash;
-    const int32_t codes = hash < sizes.num_hash ? min(sizes.block_codes, sizes.table_size - first_code) : 0;
+  __device__ __forceinline__ void begin(int32_t number, int32_t end, const Side<In>& query_side,
+                                        const Side<In>& key_side, const Sizes& sizes) {
+    const int32_t lane = lane_in_bucket(), items = sizes.items(), part = number % items;
+    const int32_t first_code = part * sizes.item_codes;
+    const int32_t codes = number < end ? min(sizes.item_codes, sizes.table_size - first_code) : 0;
     if (lane == 0) num_codes = codes;
-    if (codes == 0) return __syncwarp();
-    all_large += list * (room + 1);
-    const int32_t tiles = lane < 2 ? __ldg(&all_large->tiles_before) : 0;
-    const int64_t first_start = list * (sizes.table_size + 1) + first_code;
-    for (int code = lane; code <= codes; code += kWarp) {
-      const int32_t query_start = __ldg(query_side.starts + first_start + code);
-      const int32_t key_start = __ldg(key_side.starts + first_start + code);
-      starts[0][code] = query_start;
-      starts[1][code] = key_start;
-    }
-    if (lane < 2) {
-      sides[lane] = HeadSide<In>(lane == 0 ? query_side : key_side, sizes, head, hash);
-      (lane == 0 ? tiles_begin : tiles_end) =
-          tiles == 0 ? 0 : static_cast<int32_t>(int64_t{tiles} * (chunk + lane) / sizes.head_blocks);
-    }
-    if (lane == 0) {
-      turn = hash * sizes.head_blocks;
-      done = progress + 1 + head;
-      seen = 0;
-      large = all_large;
+    if (codes > 0 && lane < 2) {
+      sides[lane] = HeadSide<In>(lane == 0 ? query_side : key_side, sizes, number / items);
+      in_none[lane] = sides[lane].in_none(sizes, part, items);
     }
     __syncwarp();
+    if (codes == 0) return;
+    for (int code = lane; code <= codes; code += kWarp)
+#pragma unroll
+      for (int side = 0; side < 2; ++side) starts[side][code] = __ldg(sides[side].starts + first_code + code);
+    __syncwarp();
+  }
+
+  // Clears what rows get that have none of the other side in their bucket, or are in no bucket. The block does this.
+  __device__ __forceinline__ void clear_others() const {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    for (int side = 0; side < 2; ++side) sides[side].clear(in_none[side], warp, kWarps);
+    for (int first = 0; first < num_codes; first += kWarp) {
+      const int code = first + lane;
+      int rows[2] = {0, 0};
+      if (code < num_codes)
+        for (int side = 0; side < 2; ++side) rows[side] = starts[side][code + 1] - starts[side][code];
+      for (uint32_t left = __ballot_sync(kAllLanes, (rows[0] > 0) != (rows[1] > 0)); left != 0; left &= left - 1) {
+        const int alone = first + __ffs(left) - 1, side = starts[0][alone] == starts[0][alone + 1];
+        const int32_t* start = starts[side] + alone;
+        sides[side].clear({start[0], start[1] - start[0]}, warp, kWarps);
+      }
+    }
   }
 
   // Makes tiles of the buckets from `first` on, of as many as there is room for. A warp does this.
@@ -406,7 +366,7 @@ struct Item {
     int rows[2] = {0, 0}, begin[2], end[2];
     if (code < count)
       for (int side = 0; side < 2; ++side) rows[side] = starts[side][code + 1] - starts[side][code];
-    const bool exists = min(rows[0], rows[1]) > 0 && !is_listed(rows[0], rows[1], batch.kRows);
+    const bool exists = min(rows[0], rows[1]) > 0;
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const int own = exists ? tiles_of(rows[side]) : 0;
@@ -449,42 +409,13 @@ struct Item {
         *to = -1;
     }
   }
-
-  // Waits until the items of the head's hash functions before are done. A warp does this. One of a block's looks at
-  // the counter, as thousands would keep each other from it, and the others at what that one has seen.
-  __device__ __forceinline__ void wait_for_turn() {
-    if (threadIdx.x % kWarp == 0) {
-      for (int looks = 0;; ++looks) {
-        int32_t so_far;
-        asm volatile("ld.acquire.cta.shared.s32 %0, [%1];"
-                     : "=r"(so_far)
-                     : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(&seen)))
-                     : "memory");
-        if (so_far >= turn) break;
-        if (threadIdx.x >= kWarp && looks < kMostLooks) continue;
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
-                     : "=r"(so_far)
-                     : "l"(__cvta_generic_to_global(done))
-                     : "memory");
-        asm volatile("st.release.cta.shared.s32 [%0], %1;"
-                     :
-                     : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(&seen))), "r"(so_far)
-                     : "memory");
-      }
-    }
-    __syncwarp();
-  }
-
-  // All that the block's threads have added comes before. Thread 0 does this when they have.
-  __device__ __forceinline__ void is_done() const {
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" : : "l"(__cvta_generic_to_global(done)) : "memory");
-  }
 };
 
 // A block's shared memory.
 template <class In, int kColumns>
 struct MmaMemory {
   static constexpr int kTiles = kColumns == 64 ? 11 : 5, kRows = kTiles * kPicked;
+  static_assert(kProductRows<kColumns> <= 2 * kRows);
   using Tiles = Batch<kTiles>;
   // of queries, or keys, and their gradients, or values
   alignas(256) In rows[2][kRows * kColumns], others[2][kRows * kColumns];
@@ -529,7 +460,7 @@ struct MmaMemory {
   }
 };
 
-// What a tile's sums of `side` get from its bucket. A warp computes it.
+// What a tile's rows of `side` get from their bucket. A warp computes it.
 template <class In, int kColumns>
 __device__ __forceinline__ void multiply_tile(MmaMemory<In, kColumns>& memory, const BucketTile& bucket_tile, int side,
                                               int tile, float (&sums)[kColumns / 16][2][4]) {
@@ -588,83 +519,44 @@ __device__ __forceinline__ void multiply_tile(MmaMemory<In, kColumns>& memory, c
   }
 }
 
-// Adds a tile's sums. A warp has these.
-template <class In, int pairs>
-__device__ __forceinline__ void add_tile(const HeadSide<In>& side, const int32_t* rows, int columns,
-                                         const float (&sums)[pairs][2][4]) {
+// Stores what a tile's rows of `side` get, rows[r] being its r-th row's number, or -1 where there is none. A warp does
+// this.
+template <class In, int kColumns>
+__device__ __forceinline__ void store_tile(MmaMemory<In, kColumns>& memory, const HeadSide<In>& head_side,
+                                           const int32_t* rows, int side, int tile, int columns,
+                                           float (&sums)[kColumns / 16][2][4]) {
   const uint32_t lane = lane_in_bucket();
-  SumRows to;
+  const int first = tile * kPicked + lane / 4;
+  AddendRows<In> to;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int32_t row = rows[lane / 4 + 8 * half];
-    to.row[half] = row_at(side.sums, row, side.sum_bytes) + lane % 4 * 2;
-    to.exists[half] = row >= 0;
+    const int32_t number = rows[first + 8 * half];
+    to.addend[half] = row_at(head_side.addends, max(number, 0), head_side.addend_bytes);
+    to.inverse_length[half] = memory.inverse_length[side][first + 8 * half];
+    to.exists[half] = number >= 0;
   }
-  to.add(sums, 1, columns);
+  const Matrix<kColumns> own = memory.rows_of(side);
+  to.store(lane, sums, columns, [&](int half, int piece) {
+    return reinterpret_cast<const uint32_t*>(own.piece(first + 8 * half, piece))[lane % 4];
+  });
 }
 
-// Adds what an item has of the large buckets' tiles. The block does this, with the memory of a batch.
-template <class In, int kColumns>
-__device__ __forceinline__ void add_large_buckets(MmaMemory<In, kColumns>& memory, int this_item, int this_batch,
-                                                  const Sizes& sizes) {
-  constexpr int kTiles = MmaMemory<In, kColumns>::kTiles;
-  Item<In>& item = memory.items[unknown(this_item)];
-  auto& batch = memory.batches[unknown(this_batch)];
-  const int warp = threadIdx.x / kWarp;
-  for (int32_t tile = item.tiles_begin; tile < item.tiles_end;) {
-    int32_t bucket = item.large[0].code;
-    while (item.large[bucket].tiles_before > tile) --bucket;
-    const int32_t code = item.large[bucket].code;
-    const Span queries = span_of(item.sides[0], code), keys = span_of(item.sides[1], code);
-    int first = tile - item.large[bucket].tiles_before;
-    const int side = first >= tiles_of(queries.count);
-    if (side == 1) first -= tiles_of(queries.count);
-    const Span targets = side == 0 ? queries : keys, sources = side == 0 ? keys : queries;
-    const int count = min(min(item.tiles_end - tile, tiles_of(targets.count) - first), min(kWarps, kTiles));
-    const int num_others = tiles_of(sources.count);
-    float sums[kColumns / 16][2][4] = {};
-    for (int other = 0; other < num_others; other += kTiles) {
-      // nobody reads the memory any longer
-      __syncthreads();
-      if (warp == 0) {
-        const int others = min(num_others - other, kTiles);
-        batch.make_tiles(side, targets, first, count, others);
-        batch.make_tiles(1 - side, sources, other, others, 0);
-      }
-      __syncthreads();
-      item.copy_row_numbers(batch);
-      wait_for_copies();
-      __syncthreads();
-      memory.copy_rows(item.sides, batch, sizes);
-      wait_for_copies();
-      __syncthreads();
-      if (warp < count) multiply_tile(memory, batch.tiles[side][warp], side, warp, sums);
-    }
-    tile += count;
-    if (warp >= count) continue;
-    item.wait_for_turn();
-    add_tile(item.sides[side], batch.row[side] + warp * kPicked, sizes.D, sums);
-  }
-}
-
-// add_buckets_kernel on tensor cores, where rows have up to kColumns columns, a multiple of 8, and are aligned to 16
-// bytes. large: the lists of large buckets, with a place for `room` each. progress: the number of items that blocks
-// have taken, and then, for each head, of those that are done.
+// multiply_buckets_kernel on tensor cores, where rows have up to kColumns columns. items: how many there are, and next,
+// how many blocks have taken.
 template <class In, int kColumns>
 __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
-    add_buckets_mma_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, const LargeBucket* large, int32_t room,
-                           int32_t* progress) {
+    multiply_buckets_mma_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int32_t items, int32_t* next) {
   using Tiles = typename MmaMemory<In, kColumns>::Tiles;
   auto& memory = *shared_memory<MmaMemory<In, kColumns>>();
   const int warp = threadIdx.x / kWarp;
   // Makes an item and its first batch.
   const auto begin_item = [&](int i, Tiles& batch) {
     Item<In>& item = memory.items[i];
-    item.begin(memory.numbers[i], query_side, key_side, sizes, large, room, progress);
+    item.begin(memory.numbers[i], items, query_side, key_side, sizes);
     if (item.num_codes > 0) item.choose_buckets(0, batch);
   };
   if (threadIdx.x == 0)
-    for (int32_t& number : memory.numbers) number = atomicAdd(progress, 1);
+    for (int32_t& number : memory.numbers) number = atomicAdd(next, 1);
   __syncthreads();
   if (warp == 0) begin_item(0, memory.batches[0]);
   __syncthreads();
@@ -674,25 +566,24 @@ __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
   __syncthreads();
 
   for (int first = 0, this_item = 0, this_batch = 0;; this_batch ^= 1) {
-    Item<In>& item = memory.items[this_item];
+    const Item<In>& item = memory.items[this_item];
     const Tiles& batch = memory.batches[this_batch];
     const int chosen = batch.num_codes, next_code = first + max(chosen, 1);
     const bool is_last = next_code >= item.num_codes;
     if (chosen > 0) {
       memory.copy_rows(item.sides, batch, sizes);
     } else {
-      // with so many rows, the products of all pairs would cost more
-      item.wait_for_turn();
 #pragma unroll 1
       for (int side = 0; side < 2; ++side) {
         const auto span = [&](int side) {
           const int32_t* start = item.starts[side] + first;
           return Span{start[0], start[1] - start[0]};
         };
-        add_through_product<kColumns>(item.sides[side], span(side), item.sides[1 - side], span(1 - side), sizes,
-                                      reinterpret_cast<unsigned char*>(&memory));
+        multiply_through_product<kColumns>(item.sides[side], span(side), item.sides[1 - side], span(1 - side), sizes,
+                                           reinterpret_cast<unsigned char*>(&memory));
       }
     }
+    if (first == 0) item.clear_others();
     // what comes next, while the rows do
     if (warp == 0) {
       Tiles& next_batch = memory.batches[unknown(this_batch ^ 1)];
@@ -701,7 +592,7 @@ __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
       else
         memory.items[unknown(this_item)].choose_buckets(next_code, next_batch);
     } else if (is_last && threadIdx.x == kWarp) {
-      memory.numbers[this_item] = atomicAdd(progress, 1);
+      memory.numbers[this_item] = atomicAdd(next, 1);
     }
     wait_for_copies();
     __syncthreads();
@@ -712,18 +603,14 @@ __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
       const int side = i >= query_tiles, tile = i - side * query_tiles;
       float sums[kColumns / 16][2][4] = {};
       multiply_tile(memory, batch.tiles[side][tile], side, tile, sums);
-      // read anew, as pointers that last through the products would not fit the registers
-      Item<In>& adding = memory.items[unknown(this_item)];
-      adding.wait_for_turn();
-      add_tile(adding.sides[side], memory.batches[unknown(this_batch)].row[side] + tile * kPicked, sizes.D, sums);
+      store_tile(memory, memory.items[unknown(this_item)].sides[side], memory.batches[unknown(this_batch)].row[side],
+                 side, tile, sizes.D, sums);
     }
-    if (is_last) add_large_buckets(memory, this_item, this_batch, sizes);
     wait_for_copies();
-    // all has been added, and nobody reads the rows any longer
+    // nobody reads the rows any longer
     __syncthreads();
     first = next_code;
     if (!is_last) continue;
-    if (threadIdx.x == 0) item.is_done();
     this_item ^= 1;
     if (memory.items[this_item].num_codes == 0) return;
     first = 0;

@@ -1,7 +1,6 @@
 // The gradient of sampled attention for query and key, by buckets: linear in the number of rows whatever the data.
-// Hash functions are added one after the other: a row is in one bucket of each, so its sum gets the addends in their
-// order, whatever order the blocks run in. The kernels that add are in buckets_any.h, a launch for each hash function,
-// and, for tensor cores, buckets_mma.h, where blocks wait for each other.
+// A row is in one bucket of each hash function. What it gets from each is kept, by buckets_any.h or, on tensor cores,
+// buckets_mma.h, and then added up in the order of hash functions, so that blocks need no order.
 #include "buckets_any.h"
 #include "buckets_mma.h"
 #include "rows.h"
@@ -11,13 +10,13 @@
 namespace yoso {
 namespace {
 
-// the most codes that a block has
-constexpr int64_t kBlockCodes = 32;
-// On tensor cores: of a hash function, what every block has to do at least, and heads at least. On an H200, N = 4096,
-// 16,384 and 65,536 took 16.4, 66 and 414 ms with 8, 4 and 2 heads, and 15.0, 62 and 373 with 12, 8 and 3.
-constexpr int64_t kItemsOfBlock = 2, kFewestHeads = 3;
+// What rows get from their buckets may take so many times the memory that the cache is to keep: on an H200 512 MiB.
+constexpr int64_t kAddendCaches = 16;
+// How many items every block has to do at least, so that all end at much the same time, where there are so many codes;
+// and the codes of an item at most.
+constexpr int64_t kItemsOfBlock = 16, kMostCodes = Item<BFloat16>::kMostCodes;
 
-// Fills in the inverse lengths of a side's rows, and clears its sums and `count` counters.
+// Fills in the inverse lengths of a side's rows, and clears `count` counters.
 template <class In, bool aligned>
 __global__ void __launch_bounds__(kRowThreads)
     prepare_kernel(Side<In> side, Sizes sizes, int lane_bits, int32_t* counters, int32_t count) {
@@ -27,44 +26,78 @@ __global__ void __launch_bounds__(kRowThreads)
   const RowPlace place(side.count, lane_bits, 1);
   // lanes past the last row stay: the sum of squares is the warp's
   const bool exists = place.row < side.count;
-  const int32_t row = exists ? place.row : 0, batch_head = sizes.first + place.head;
-  const int64_t number = int64_t{place.head} * side.count + row;
+  const int32_t row = exists ? place.row : 0, batch_head = sizes.first_sorted + sizes.first + place.head;
   const In* x = side.rows.at(batch_head / sizes.H, batch_head % sizes.H, row);
-  const T zeros[kLaneColumns] = {};
   T square = 0;
   for (int32_t first = place.column; first < sizes.D; first += kLaneColumns << lane_bits) {
-    const int columns = columns_of_lane(sizes.D, first);
     In part[kLaneColumns];
-    load_columns<aligned>(x + first, columns, part);
+    load_columns<aligned>(x + first, columns_of_lane(sizes.D, first), part);
 #pragma unroll
     for (int c = 0; c < kLaneColumns; ++c) square += static_cast<T>(part[c]) * static_cast<T>(part[c]);
-    if (exists) store_columns<aligned>(zeros, columns, side.sums + number * sizes.D + first);
   }
   square = sum_of_lanes(square, lane_bits);
-  if (exists && place.lane == 0) side.inverse_length[number] = square > 0 ? 1 / sqrt(square) : 0;
+  if (exists && place.lane == 0)
+    side.inverse_length[int64_t{place.head} * side.count + row] = square > 0 ? 1 / sqrt(square) : 0;
 }
 
-// Takes the sums, times scale, through the normalisation of the rows.
+// Takes columns from the places of 16-bit addends to their own: of four lanes, lane t gets the t-th pair of each.
+__device__ __forceinline__ void order_columns(float (&columns)[kLaneColumns]) {
+#pragma unroll
+  for (int bit = 1; bit < kLaneGroup; bit *= 2)
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; ++i) {
+      if ((i / 2 & bit) != 0) continue;
+      float &low = columns[i], &high = columns[i + 2 * bit];
+      const bool is_high = (threadIdx.x & bit) != 0;
+      const float other = __shfl_xor_sync(kAllLanes, is_high ? low : high, bit);
+      (is_high ? low : high) = other;
+    }
+}
+
+// Adds what a side's rows get from the hash functions of the launch to what they got from those before; after the last,
+// takes the sums, times scale, through the normalisation of the rows.
 template <class In, bool aligned>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, 3)
     finish_kernel(Side<In> side, Sizes sizes, Accumulator<In> scale, int lane_bits, Rows<In> out) {
   using T = Accumulator<In>;
   const RowPlace place(side.count, lane_bits, 1);
   const bool exists = place.row < side.count;
-  const int32_t row = exists ? place.row : 0, batch_head = sizes.first + place.head;
+  const int32_t row = exists ? place.row : 0, batch_head = sizes.first_sorted + sizes.first + place.head;
   const int32_t batch = batch_head / sizes.H, head = batch_head % sizes.H;
-  const int64_t number = int64_t{place.head} * side.count + row;
+  const int64_t first_row = int64_t{place.head} * side.count;
+  const int32_t stored_columns = addend_columns<In>(sizes.D);
   const In* x = side.rows.at(batch, head, row);
-  const T* sums = side.sums + number * sizes.D;
-  const T inverse = side.inverse_length[number];
+  const Addend<In>* addends = side.addends + (first_row * sizes.hashes + row) * stored_columns;
+  T* sums = side.sums + (first_row + row) * sizes.D;
+  const T inverse = side.inverse_length[int64_t{sizes.first} * side.count + first_row + row];
   In part[kLaneColumns];
   T sum[kLaneColumns], product = 0;
-  for (int32_t first = place.column; first < sizes.D; first += kLaneColumns << lane_bits) {
-    load_columns<aligned>(x + first, columns_of_lane(sizes.D, first), part);
-    load_columns<aligned>(sums + first, columns_of_lane(sizes.D, first), sum);
+  for (int32_t first = place.column; first < stored_columns; first += kLaneColumns << lane_bits) {
+    const int columns = columns_of_lane(sizes.D, first), stored = columns_of_lane(stored_columns, first);
+    memset(sum, 0, sizeof(sum));
+    const Addend<In>* from = addends + first;
+#pragma unroll 4
+    for (int32_t hash = 0; hash < sizes.hashes; ++hash, from += int64_t{side.count} * stored_columns) {
+      Addend<In> addend[kLaneColumns];
+      T wide[kLaneColumns];
+      load_columns<aligned>(from, stored, addend);
+      widen(addend, wide);
+#pragma unroll
+      for (int c = 0; c < kLaneColumns; ++c) sum[c] += wide[c];
+    }
+    if constexpr (sizeof(Addend<In>) == 2) order_columns(sum);
+    if (sizes.first_hash > 0) {
+      T before[kLaneColumns];
+      load_columns<aligned>(sums + first, columns, before);
+#pragma unroll
+      for (int c = 0; c < kLaneColumns; ++c) sum[c] += before[c];
+    }
+    if (exists) store_columns<aligned>(sum, columns, sums + first);
+    load_columns<aligned>(x + first, columns, part);
 #pragma unroll
     for (int c = 0; c < kLaneColumns; ++c) product += sum[c] * (static_cast<T>(part[c]) * inverse);
   }
+  if (sizes.first_hash + sizes.hashes < sizes.num_hash) return;
   product = sum_of_lanes(product, lane_bits);
   if (!exists) return;
   In* to = out.at(batch, head, row);
@@ -82,152 +115,108 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// What add_buckets_mma_kernel asks of rows.
+// What a side takes beside its rows and codes, of the heads that are sorted and of those of a launch.
 template <class In>
-bool fits_tensor_cores(const Tensor& rows) {
-  return sizeof(In) == 2 && rows.size(3) <= 128 && aligned(rows_of<In>(rows), rows.size(3));
-}
+struct SideMemory {
+  Tensor lengths, sums, addends;
 
-// How many tiles of either side a block of add_buckets_mma_kernel has room for.
-constexpr int32_t block_tiles(int64_t columns) {
-  return columns <= 64 ? MmaMemory<BFloat16, 64>::kTiles : MmaMemory<BFloat16, 128>::kTiles;
-}
+  SideMemory(const Tensor& rows, int64_t heads_sorted, int64_t heads, int64_t hashes)
+      : lengths(empty_tensor(rows, {heads_sorted, rows.size(2)}, length_dtype(rows))),
+        sums(empty_tensor(rows, {heads, rows.size(2), rows.size(3)}, length_dtype(rows))),
+        addends(empty_tensor(rows, {heads, hashes, rows.size(2), addend_columns<In>(rows.size(3))},
+                             sizeof(Addend<In>) == 2 ? rows.scalar_type() : length_dtype(rows))) {}
 
-// What add_buckets_mma_kernel needs beside the sums.
-struct MmaWorkspace {
-  // rows of either side that a block has, and large buckets that a hash function has at most
-  int32_t block_rows, room;
-  Tensor large, progress;
-
-  MmaWorkspace(const Tensor& like, int64_t columns, int64_t rows, int64_t lists, int64_t heads)
-      : block_rows(block_tiles(columns) * kPicked),
-        room(static_cast<int32_t>(rows / (block_rows + 1))),
-        large(empty_tensor(like, {lists, 1 + room, sizeof(LargeBucket) / sizeof(int32_t)}, ScalarType::Int)),
-        progress(empty_tensor(like, {1 + heads}, ScalarType::Int)) {}
-
-  LargeBucket* large_buckets(int64_t list) const {
-    return static_cast<LargeBucket*>(large.mutable_data_ptr()) + list * (1 + room);
+  Side<In> side(const Tensor& rows, const Tensor& others, const SortedCodes& codes) const {
+    using T = Accumulator<In>;
+    const Rows<const In> from = rows_of<In>(rows), other = rows_of<In>(others);
+    return {from,
+            other,
+            row_bytes_of<In>(rows),
+            row_bytes_of<In>(others),
+            static_cast<T*>(lengths.mutable_data_ptr()),
+            static_cast<T*>(sums.mutable_data_ptr()),
+            static_cast<Addend<In>*>(addends.mutable_data_ptr()),
+            static_cast<const int32_t*>(codes.order.const_data_ptr()),
+            static_cast<const int32_t*>(codes.starts.const_data_ptr()),
+            static_cast<int32_t>(rows.size(2)),
+            aligned(from, rows.size(3)) && aligned(other, others.size(3))};
   }
-  int32_t* counters() const { return static_cast<int32_t*>(progress.mutable_data_ptr()); }
 };
 
-// How many codes a block has at a time where it has room for so many tiles.
-int64_t codes_of_block(int64_t most_tiles, int64_t rows, int64_t table_size) {
-  // of few rows, a bucket has some of both sides rarely
-  const double mean = static_cast<double>(rows) / table_size;
-  const double tiles = mean < 1 ? mean * mean : std::max(1.0, (mean + kPicked / 2) / kPicked);
-  const int64_t most = std::min<int64_t>(table_size, Item<BFloat16>::kMostCodes);
-  return tiles * most > most_tiles ? std::max<int64_t>(static_cast<int64_t>(most_tiles / tiles), 1) : most;
-}
-
-// Adds the buckets of all hash functions on `resident` blocks, as many as run at a time. The lists of large buckets begin
-// with that of `first_list`.
-template <class In>
-void add_buckets(const Device& device, const Side<In>& queries, const Side<In>& keys, const Sizes& sizes,
-                 int64_t resident, const std::optional<MmaWorkspace>& mma, int64_t first_list) {
-  const int64_t blocks = int64_t{sizes.heads} * sizes.head_blocks;
-  if constexpr (sizeof(In) == 2)
-    if (mma) {
-      const auto add = [&](auto kernel, size_t shared_bytes) {
-        launch(device, kernel, std::min(blocks * sizes.num_hash, resident), kThreads, shared_bytes, queries, keys,
-               sizes, mma->large_buckets(first_list), mma->room, mma->counters());
-      };
-      return std::max(sizes.D, sizes.Dv) <= 64 ? add(add_buckets_mma_kernel<In, 64>, sizeof(MmaMemory<In, 64>))
-                                               : add(add_buckets_mma_kernel<In, 128>, sizeof(MmaMemory<In, 128>));
-    }
-  // but for the additions, a hash function does not need those before it
-  for (int32_t hash = 0; hash < sizes.num_hash; ++hash)
-    if (hash > 0)
-      launch<true>(device, add_buckets_kernel<In>, blocks, kThreads, sizeof(AnyMemory<In>), queries, keys, sizes, hash);
-    else
-      launch(device, add_buckets_kernel<In>, blocks, kThreads, sizeof(AnyMemory<In>), queries, keys, sizes, hash);
+// The most of `count` that are had at a time if that is up to `most`, or one, and much the same each time.
+int64_t even_share(int64_t count, int64_t most) {
+  return divide_up(count, divide_up(count, std::clamp<int64_t>(most, 1, count)));
 }
 
 template <class In>
 void sampled_backward(const Device& device, const Tensor& grad, const Tensor& query, const Tensor& key,
                       const Tensor& value, const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
                       const Tensor& grad_query, const Tensor& grad_key) {
-  using T = Accumulator<In>;
   const int64_t H = query.size(1), all_heads = count_of(query.size(0) * H, "heads"), m = query_codes.size(2);
   const int64_t N = count_of(query.size(2), "queries"), M = count_of(key.size(2), "keys");
   const int64_t D = query.size(3), Dv = value.size(3), table_size = int64_t{1} << hash_code_len;
-  const int64_t head_bytes = (N + M) * ((D + Dv) * int64_t{sizeof(In)} + D * int64_t{sizeof(T)});
-  const int64_t heads_sorted = heads_at_once(all_heads, m, (N + M) / 2, hash_code_len);
-  const bool tensor_cores = fits_tensor_cores<In>(grad) && fits_tensor_cores<In>(query) &&
-                            fits_tensor_cores<In>(key) && fits_tensor_cores<In>(value);
   // by the kernels' launch bounds
-  const bool one_at_a_time = sizeof(In) == 8 || (tensor_cores && std::max(D, Dv) > 64);
+  const bool one_at_a_time = sizeof(In) == 8 || (kIsForTensorCores<In> && std::max(D, Dv) > 64);
   const int64_t resident = (one_at_a_time ? 1 : 2) * device.num_multiprocessors();
-  // heads whose rows and sums the cache keeps from one hash function to the next
-  const int64_t heads_cached = std::clamp<int64_t>(device.cached_bytes() / head_bytes, 1, heads_sorted);
-  int64_t block_codes, heads_added;
-  if (tensor_cores) {
-    block_codes = codes_of_block(block_tiles(std::max(D, Dv)), std::max(N, M), table_size);
-    const int64_t head_blocks = divide_up(table_size, block_codes);
-    // or more, so that blocks have other heads' work where one's hash function waits for the one before
-    heads_added = std::max({heads_cached, kFewestHeads, divide_up(kItemsOfBlock * resident, head_blocks)});
-    // what blocks do is counted in 32 bits
-    heads_added = std::clamp<int64_t>((int64_t{1} << 30) / (head_blocks * m), 1, std::min(heads_added, heads_sorted));
-  } else {
-    block_codes = std::min(divide_up(heads_cached * table_size, resident), kBlockCodes);
-    heads_added = heads_cached;
-  }
-  const int64_t head_blocks = divide_up(table_size, block_codes);
-  std::optional<MmaWorkspace> mma;
-  if (tensor_cores) mma.emplace(query, std::max(D, Dv), N + M, heads_sorted * m, heads_added);
+  const int64_t heads_sorted = heads_at_once(all_heads, m, (N + M) / 2, hash_code_len);
+  // hash functions of heads that there is memory for, whose codes are counted in 32 bits, and a launch's share of them
+  const int64_t list_bytes = (N + M) * addend_columns<In>(D) * static_cast<int64_t>(sizeof(Addend<In>));
+  const int64_t lists = std::clamp<int64_t>(kAddendCaches * device.cached_bytes() / list_bytes, 1,
+                                            (int64_t{1} << 30) / table_size);
+  const int64_t most_hashes = even_share(m, lists), most_heads = even_share(heads_sorted, lists / m);
+  const int64_t item_codes = std::clamp<int64_t>(most_heads * most_hashes * table_size / (kItemsOfBlock * resident), 1,
+                                                 std::min(table_size, kMostCodes));
 
-  const ScalarType sum_dtype = length_dtype(query);
-  const Tensor lengths = empty_tensor(query, {heads_added, N + M}, sum_dtype);
-  const Tensor sums = empty_tensor(query, {heads_added, N + M, D}, sum_dtype);
-  T *inverse_length = static_cast<T*>(lengths.mutable_data_ptr()), *sum = static_cast<T*>(sums.mutable_data_ptr());
+  const SideMemory<In> query_memory(query, heads_sorted, most_heads, most_hashes);
+  const SideMemory<In> key_memory(key, heads_sorted, most_heads, most_hashes);
+  const int64_t launches = divide_up(heads_sorted, most_heads) * divide_up(m, most_hashes);
+  const Tensor counters = empty_tensor(query, {launches}, ScalarType::Int);
+  const int lane_bits = lane_bits_for(addend_columns<In>(D));
   for (int64_t sorted = 0; sorted < all_heads; sorted += heads_sorted) {
-    const int64_t sorted_end = std::min(sorted + heads_sorted, all_heads);
-    const SortedCodes query_order = sort_codes(device, query_codes, sorted, sorted_end - sorted, hash_code_len);
-    const SortedCodes key_order = sort_codes(device, key_codes, sorted, sorted_end - sorted, hash_code_len);
-    if (mma) {
-      const auto starts_of = [](const SortedCodes& order) {
-        return static_cast<const int32_t*>(order.starts.const_data_ptr());
-      };
-      const int64_t lists = (sorted_end - sorted) * m;
-      launch(device, list_large_buckets_kernel, divide_up(lists, kWarps), kThreads, 0, starts_of(query_order),
-             starts_of(key_order), lists, table_size, mma->block_rows, mma->room, mma->large_buckets(0));
-    }
-    for (int64_t first = sorted; first < sorted_end; first += heads_added) {
-      const int64_t heads = std::min(heads_added, sorted_end - first);
+    const int64_t heads = std::min(heads_sorted, all_heads - sorted);
+    const SortedCodes query_order = sort_codes(device, query_codes, sorted, heads, hash_code_len);
+    const SortedCodes key_order = sort_codes(device, key_codes, sorted, heads, hash_code_len);
+    const Side<In> queries = query_memory.side(query, grad, query_order);
+    const Side<In> keys = key_memory.side(key, value, key_order);
+    const auto sizes_of = [&](int64_t first, int64_t first_hash) {
       const auto narrow = [](int64_t x) { return static_cast<int32_t>(x); };
-      const Sizes sizes{narrow(first), narrow(heads), narrow(H), narrow(m), narrow(D), narrow(Dv),
-                        narrow(table_size), narrow(head_blocks), narrow(block_codes)};
-      const auto side = [&](const Tensor& rows, const Tensor& others, const SortedCodes& order, T* lengths, T* sums) {
-        const int64_t list = (first - sorted) * m, count = rows.size(2);
-        const Rows<const In> from = rows_of<In>(rows), other = rows_of<In>(others);
-        return Side<In>{from,
-                        other,
-                        row_bytes_of<In>(rows),
-                        row_bytes_of<In>(others),
-                        lengths,
-                        sums,
-                        static_cast<const int32_t*>(order.order.const_data_ptr()) + list * count,
-                        static_cast<const int32_t*>(order.starts.const_data_ptr()) + list * (table_size + 1),
-                        narrow(count),
-                        aligned(from, D) && aligned(other, Dv)};
-      };
-      const Side<In> queries = side(query, grad, query_order, inverse_length, sum);
-      const Side<In> keys = side(key, value, key_order, inverse_length + heads * N, sum + heads * N * D);
-      const int lane_bits = lane_bits_for(D);
-      for (const Side<In>& rows : {queries, keys})
-        launch(device, aligned(rows.rows, D) ? prepare_kernel<In, true> : prepare_kernel<In, false>,
-               heads * blocks_of_head(rows.count, lane_bits), kRowThreads, 0, rows, sizes, lane_bits,
-               mma ? mma->counters() : nullptr, mma ? 1 + heads : 0);
-      add_buckets(device, queries, keys, sizes, resident, mma, (first - sorted) * m);
-      const T scale = static_cast<T>(hash_code_len) / (2 * m);
-      const auto finish = [&](const Side<In>& side, const Rows<In>& out) {
-        const bool whole = aligned(side.rows, D) && aligned(out, D);
-        launch(device, whole ? finish_kernel<In, true> : finish_kernel<In, false>,
-               heads * blocks_of_head(side.count, lane_bits), kRowThreads, 0, side, sizes, scale, lane_bits, out);
-      };
-      finish(queries, mutable_rows_of<In>(grad_query));
-      finish(keys, mutable_rows_of<In>(grad_key));
-    }
+      return Sizes{narrow(sorted),     narrow(first),
+                   narrow(H),          narrow(first_hash),
+                   narrow(m),          narrow(std::min(most_hashes, m - first_hash)),
+                   narrow(D),          narrow(Dv),
+                   narrow(table_size), narrow(item_codes)};
+    };
+    int32_t* counter = static_cast<int32_t*>(counters.mutable_data_ptr());
+    for (const Side<In>& side : {queries, keys})
+      launch(device, aligned(side.rows, D) ? prepare_kernel<In, true> : prepare_kernel<In, false>,
+             heads * blocks_of_head(side.count, lane_bits), kRowThreads, 0, side, sizes_of(0, 0), lane_bits, counter,
+             launches);
+    for (int64_t first = 0; first < heads; first += most_heads)
+      for (int64_t first_hash = 0; first_hash < m; first_hash += most_hashes) {
+        const Sizes sizes = sizes_of(first, first_hash);
+        const int64_t heads_now = std::min(most_heads, heads - first);
+        const int64_t items = heads_now * sizes.hashes * sizes.items();
+        if constexpr (kIsForTensorCores<In>) {
+          const auto multiply = [&](auto kernel, size_t shared_bytes) {
+            launch(device, kernel, std::min(items, resident), kThreads, shared_bytes, queries, keys, sizes, items,
+                   counter++);
+          };
+          if (std::max(D, Dv) <= 64)
+            multiply(multiply_buckets_mma_kernel<In, 64>, sizeof(MmaMemory<In, 64>));
+          else
+            multiply(multiply_buckets_mma_kernel<In, kMaxMmaColumns>, sizeof(MmaMemory<In, kMaxMmaColumns>));
+        } else {
+          launch(device, multiply_buckets_kernel<In>, items, kThreads, sizeof(AnyMemory<In>), queries, keys, sizes);
+        }
+        const auto finish = [&](const Side<In>& side, const Rows<In>& out) {
+          const bool whole = aligned(side.rows, D) && aligned(out, D);
+          launch(device, whole ? finish_kernel<In, true> : finish_kernel<In, false>,
+                 heads_now * blocks_of_head(side.count, lane_bits), kRowThreads, 0, side, sizes,
+                 static_cast<Accumulator<In>>(hash_code_len) / (2 * m), lane_bits, out);
+        };
+        finish(queries, mutable_rows_of<In>(grad_query));
+        finish(keys, mutable_rows_of<In>(grad_key));
+      }
   }
 }
 
@@ -246,11 +235,16 @@ std::tuple<Tensor, Tensor> sampled_attention_backward_cuda(const Tensor& grad, c
                                         grad_query, grad_key);
     return {grad_query, grad_key};
   }
-  const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
-  dispatch_floating(query, [&](auto element) {
-    sampled_backward<decltype(element)>(device, rows[0], rows[1], rows[2], rows[3], query_codes, key_codes,
-                                        hash_code_len, grad_query, grad_key);
+  const int64_t widest = std::max(D, value.size(3));
+  const Tensor grads = tile_rows(grad, widest), queries = tile_rows(query, widest);
+  const Tensor keys = tile_rows(key, widest), values = tile_rows(value, widest);
+  TileOutput query_output(grad_query, queries), key_output(grad_key, keys);
+  dispatch_floating(queries, [&](auto element) {
+    sampled_backward<decltype(element)>(device, grads, queries, keys, values, query_codes, key_codes, hash_code_len,
+                                        query_output.tiles(), key_output.tiles());
   });
+  query_output.copy();
+  key_output.copy();
   return {grad_query, grad_key};
 }
 

@@ -6,17 +6,12 @@
 #include <cfloat>
 
 #include "mma.h"
+#include "tile_rows.h"
 #include "tiles.h"
 
 namespace yoso {
 namespace {
 
-constexpr int kMaxMmaColumns = 128;
-// whether rows are multiplied there
-template <class In>
-constexpr bool kIsForTensorCores = sizeof(In) == 2;
-// 16-bit elements in 16 bytes, which a row in shared memory has more than it needs: against bank conflicts
-constexpr int kPiece = 8;
 // see add_weighted_mma
 constexpr int kFewOthers = 64;
 
@@ -30,7 +25,7 @@ struct MmaPlace {
   static constexpr int kRows = rows, kOthers = others, kColumns = columns;
   static constexpr int kWarpRows = rows_of_warp, kParts = rows_of_warp / 16;
   static constexpr int kBlockThreads = rows / kWarpRows * kWarp;
-  // of a row in shared memory
+  // of a row in shared memory, a piece more than it needs: against bank conflicts
   static constexpr int kStride = columns + kPiece;
   // those that the threads have at a time
   static constexpr int kPieces = columns / kPiece, kRowsOfStep = kBlockThreads / kPieces;

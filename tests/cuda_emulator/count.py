@@ -9,7 +9,7 @@
 
 For yoso_attention, forward and backward, of one head; the numbers are those of all heads. Of what a block reads, every
 32 bytes count once, as if the first-level cache kept them; instructions are those of PTX but for moves and what
-becomes part of an operand, of warps whose lanes stay together. Milliseconds are the bytes read, written and added over
+becomes part of an operand, of warps whose lanes stay together. Milliseconds are the bytes read and written over
 the speed of the second-level cache, and the instructions over what all multiprocessors start: what a kernel needs that
 nothing else holds up.
 """
@@ -31,7 +31,7 @@ import torch
 import build
 
 HEADS, HEAD_DIM = 16 * 12, 64
-COLUMNS = ("read", "written", "added", "shared", "instructions")
+COLUMNS = ("read", "written", "shared", "instructions")
 
 
 class Counts:

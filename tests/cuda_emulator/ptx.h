@@ -49,7 +49,7 @@ template <unsigned bytes, Access access>
 template <class T, unsigned count, Access access>
 PTX_INLINE T* memory_at(uint64_t address, const char* place) {
   constexpr unsigned bytes = count * sizeof(T);
-  const bool looks = (access == Access::kAdd) | (address % bytes != 0) | (emulator::watcher != nullptr);
+  const bool looks = (address % bytes != 0) | (emulator::watcher != nullptr);
   if (__builtin_expect(looks, false)) look_at<bytes, access>(address, place);
   return reinterpret_cast<T*>(address);
 }

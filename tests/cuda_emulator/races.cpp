@@ -3,8 +3,8 @@
 // The emulator's own order hides these; a GPU's may not.
 //
 // Shuffles, votes and matrix products order nothing here: CUDA promises that of __syncwarp and
-// __syncthreads only. Two writes race also where both write the same, and where they are atomic additions: the order of
-// sums would be one of chance. Additions of integers, which need no order, race with all but each other.
+// __syncthreads only. Two writes race also where both write the same. Additions of integers, which need no order, race
+// with all but each other.
 #include <cstdio>
 #include <memory>
 #include <unordered_map>
@@ -96,8 +96,7 @@ Record& record_of(uintptr_t address) {
 }
 
 void on_access(Access access, const void* address, size_t bytes, const char* place) {
-  if (access == Access::kSync) return;
-  const bool reads = access == Access::kRead, adds = access == Access::kAddInteger;
+  const bool reads = access == Access::kRead, adds = access == Access::kAdd;
   const char* const what = reads ? "read" : adds ? "addition" : "write";
   const Moment now = Moment::now(place);
   const uintptr_t begin = reinterpret_cast<uintptr_t>(address);

@@ -34,6 +34,12 @@ size_t shared_bytes_of_device() {
   return size_t{YOSO_EMULATOR_ARCH == 90 ? 227 : YOSO_EMULATOR_ARCH == 80 ? 163 : 99} << 10;
 }
 
+// that of an H200, or as YOSO_EMULATOR_CACHE says, in bytes
+int cache_bytes_of_device() {
+  const char* variable = std::getenv("YOSO_EMULATOR_CACHE");
+  return variable == nullptr ? 50 << 20 : std::atoi(variable);
+}
+
 const Watcher* chosen_watcher() {
   const char* variable = std::getenv("YOSO_EMULATOR_WATCH");
   const std::string name = variable == nullptr ? "" : variable;
@@ -77,7 +83,9 @@ const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount: *value = 4; break;
-    case cudaDevAttrL2CacheSize: *value = 50 << 20; break;
+    case cudaDevAttrL2CacheSize:
+      *value = cache_bytes_of_device();
+      break;
     // whatever it has been compiled for: a newer GPU takes PTX for older ones
     case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(shared_bytes_of_device()); break;

@@ -113,8 +113,7 @@ inline bool is_shared(const void* address) {
 bool is_in_tensor(const void* address, size_t bytes);
 
 // What looks at the kernels, if anything does: YOSO_EMULATOR_WATCH chooses races.cpp or traffic.cpp.
-// kSync: by which threads tell each other how far they are.
-enum class Access { kRead, kWrite, kAdd, kAddInteger, kSync, kWriteUntilWaitedFor };
+enum class Access { kRead, kWrite, kAdd, kWriteUntilWaitedFor };
 struct Watcher {
   // an access to memory that threads share, by the instruction at a place in the source
   void (*on_access)(Access access, const void* address, size_t bytes, const char* place);

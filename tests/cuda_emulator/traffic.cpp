@@ -15,7 +15,7 @@ namespace {
 constexpr uintptr_t kSectorBytes = 32;
 
 struct Traffic {
-  uint64_t read = 0, written = 0, added = 0, shared = 0, instructions = 0;
+  uint64_t read = 0, written = 0, shared = 0, instructions = 0;
 };
 std::map<const Kernel*, Traffic> traffic_of;
 
@@ -32,8 +32,6 @@ void on_access(Access access, const void* address, size_t bytes, const char*) {
     traffic.shared += bytes;
   } else if (access == Access::kWrite) {
     traffic.written += bytes;
-  } else if (access == Access::kAdd) {
-    traffic.added += bytes;
   } else {
     const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
     for (uintptr_t sector = begin / kSectorBytes; sector * kSectorBytes < begin + bytes; ++sector)
@@ -64,8 +62,8 @@ constexpr Watcher traffic = {on_access, on_block_end};
 extern "C" __attribute__((visibility("default"))) void yoso_emulator_write_traffic(const char* path) {
   std::FILE* file = std::fopen(path, "w");
   for (const auto& [kernel, traffic] : emulator::traffic_of)
-    std::fprintf(file, "%s %zu %zu %zu %zu %zu\n", kernel->name, traffic.read, traffic.written, traffic.added,
-                 traffic.shared, traffic.instructions);
+    std::fprintf(file, "%s %zu %zu %zu %zu\n", kernel->name, traffic.read, traffic.written, traffic.shared,
+                 traffic.instructions);
   std::fclose(file);
   emulator::traffic_of.clear();
 }

@@ -181,25 +181,19 @@ class Function:
         where = "shared" if space == "shared" else "memory"
         return f"{where}_at<{kind}, {count}, Access::{access}>({address}, {self.place})"
 
-    def load(self, to: str, address: str, space: str, kind: str, access: str) -> str:
+    def load(self, to: str, address: str, space: str, kind: str) -> str:
         registers = vector(to)
-        at = self.memory(address, space, access, kind, len(registers))
+        at = self.memory(address, space, "kRead", kind, len(registers))
         # an address may be in one of the registers that are loaded
         loads = " ".join(f"const {kind} x{i} = at[{i}];" for i in range(len(registers)))
         sets = " ".join(self.assign(register, f"x{i}", kind) for i, register in enumerate(registers))
         return f"{{ const auto* const at = {at}; {loads} {sets} }}"
 
-    def store(self, address: str, x: str, space: str, kind: str, access: str) -> str:
+    def store(self, address: str, x: str, space: str, kind: str) -> str:
         values = vector(x)
-        at = self.memory(address, space, access, kind, len(values))
+        at = self.memory(address, space, "kWrite", kind, len(values))
         stores = " ".join(f"at[{i}] = {self.value(v, kind)};" for i, v in enumerate(values))
         return f"{{ auto* const at = {at}; {stores} }}"
-
-    def add_to_memory(self, address: str, x: str, space: str, access: str, kind: str) -> str:
-        values = vector(x)
-        at = self.memory(address, space, access, kind, len(values))
-        adds = " ".join(f"at[{i}] += {self.value(v, kind)};" for i, v in enumerate(values))
-        return f"{{ auto* const at = {at}; {adds} }}"
 
     def set_from(self, call: str, registers: list[str], kind: str) -> str:
         """Set registers to the elements of what a call returns."""
@@ -344,27 +338,29 @@ class Function:
         return self.assign(operands[0], f"insert_bits<{kind}>({arguments})", kind)
 
     def ld_instruction(self, modifiers: list[str], operands: list[str]) -> str:
-        access = "kSync" if "acquire" in modifiers else "kRead"
-        return self.load(*operands, self.space_of(modifiers), TYPES[modifiers[-1]], access)
+        return self.load(*operands, self.space_of(modifiers), TYPES[modifiers[-1]])
 
     def st_instruction(self, modifiers: list[str], operands: list[str]) -> str:
-        access = "kSync" if "release" in modifiers else "kWrite"
-        return self.store(*operands, self.space_of(modifiers), TYPES[modifiers[-1]], access)
+        return self.store(*operands, self.space_of(modifiers), TYPES[modifiers[-1]])
 
     @staticmethod
     def space_of(modifiers: list[str]) -> str:
         return next((name for name in modifiers if name in ("shared", "param", "local", "const")), "global")
 
+    # of integers: floats would be added in an order of chance
+
     def red_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
-        space, kind = self.space_of(modifiers), TYPES[modifiers[-1]]
-        access = "kAddInteger" if "int" in kind else "kAdd" if space == "global" else None
-        return self.add_to_memory(*operands, space, access, kind) if "add" in modifiers and access else None
+        kind = TYPES[modifiers[-1]]
+        if "add" not in modifiers or "int" not in kind:
+            return None
+        at = self.memory(operands[0], self.space_of(modifiers), "kAdd", kind, 1)
+        return f"*{at} += {self.value(operands[1], kind)};"
 
     def atom_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
         kind = TYPES[modifiers[-1]]
         if "add" not in modifiers or self.space_of(modifiers) != "global" or "int" not in kind:
             return None
-        at = self.memory(operands[1], "global", "kAddInteger", kind, 1)
+        at = self.memory(operands[1], "global", "kAdd", kind, 1)
         add = f"const {kind} before = *at; *at += {self.value(operands[2], kind)};"
         return f"{{ auto* const at = {at}; {add} {self.assign(operands[0], 'before', kind)} }}"
 
