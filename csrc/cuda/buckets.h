@@ -111,13 +111,6 @@ __device__ Span span_of(const HeadSide<In>& side, int32_t code) {
   return {first, __ldg(side.starts + code + 1) - first};
 }
 
-// A number that the compiler knows nothing about: it would compute what depends on the number early, and run out of
-// registers.
-__device__ __forceinline__ uint32_t unknown(uint32_t number) {
-  asm volatile("" : "+r"(number));
-  return number;
-}
-
 // The thread's lane, on which the addresses of all kinds of buckets depend.
 __device__ __forceinline__ uint32_t lane_in_bucket() { return unknown(threadIdx.x % kWarp); }
 

@@ -122,6 +122,13 @@ __device__ T* shared_memory() {
 constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 constexpr int64_t round_up(int64_t x, int64_t y) { return divide_up(x, y) * y; }
 
+// A number that the compiler knows nothing about: it would compute what depends on the number early, and run out of
+// registers, or again and again, to save them.
+__device__ __forceinline__ uint32_t unknown(uint32_t number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
 // A row of rows that lie row_bytes apart: the address takes one instruction.
 template <class T>
 __device__ __forceinline__ T* row_at(T* rows, uint32_t row, uint32_t row_bytes) {

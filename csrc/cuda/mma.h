@@ -29,8 +29,7 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
 // Loads four 8 x 8 matrices of 16-bit elements from shared memory: lane l gives row l % 8 of matrix l / 8, 16 bytes
 // that are aligned to 16. fragment[i] becomes row g, columns 2t, 2t + 1 of matrix i, or of its transpose.
 template <bool transpose>
-__device__ __forceinline__ void load_matrices(uint32_t (&fragment)[4], const void* row) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+__device__ __forceinline__ void load_matrices(uint32_t (&fragment)[4], uint32_t address) {
   if constexpr (transpose)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
@@ -39,6 +38,10 @@ __device__ __forceinline__ void load_matrices(uint32_t (&fragment)[4], const voi
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                  : "r"(address));
+}
+template <bool transpose>
+__device__ __forceinline__ void load_matrices(uint32_t (&fragment)[4], const void* row) {
+  load_matrices<transpose>(fragment, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
 }
 
 // Two numbers as a pair of T, the first in the low half.

@@ -175,64 +175,74 @@ template <class In, class Code>
 __device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32_t head, int32_t first_hash,
                                                int32_t hashes, const In* shared, int32_t first_column,
                                                int lane_bits) {
-  constexpr int kSteps = 2;
-  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-  const int32_t table_size = 1 << p.hash_code_len, warp = threadIdx.x / kWarp, warps = kCopyThreads / kWarp;
-  // as powers of two, how many tiles of columns there are, and how many of a table's entries
-  const int column_bits = max(lane_bits - 1, 0), tile_bits = max(p.hash_code_len - 4, 0);
-  const int32_t count = hashes << tile_bits << column_bits, columns = kLaneColumns << lane_bits;
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4, warps = kCopyThreads / kWarp;
+  // as a power of two, how many tiles a table's entries have
+  const int32_t table_size = 1 << p.hash_code_len, tile_bits = max(p.hash_code_len - 4, 0);
+  const int32_t columns = kLaneColumns << lane_bits, tiles = hashes << tile_bits;
+  // a warp has neighbours, whose rows are neighbours in the order
+  const auto first_of = [&](int32_t warp) {
+    return static_cast<int32_t>(int64_t{(columns - 1) / kTileColumns + 1} * tiles * warp / warps);
+  };
+  const int32_t first_tile = first_of(threadIdx.x / kWarp), count = first_of(threadIdx.x / kWarp + 1) - first_tile;
   const int64_t first_list = int64_t{head} * p.num_hash + p.first_hash + first_hash;
   const int32_t *all_starts = p.starts + first_list * (table_size + 1), *all_orders = p.order + first_list * p.M;
   Sum<In>* all_tables =
       row_at(p.tables + first_column + 2 * t, head * p.hashes + first_hash << p.hash_code_len, p.entry_bytes);
-  const auto table_of = [&](int32_t tile) { return tile >> column_bits >> tile_bits; };
-  const auto entry_of = [&](int32_t tile) { return (tile >> column_bits & ((1 << tile_bits) - 1)) * kTileEntries; };
-  // where the rows of entry `lane` begin, and those of the last one end
+  const auto table_of = [&](int32_t tile) { return tile >> tile_bits; };
+  const auto entry_of = [&](int32_t tile) { return (tile & ((1 << tile_bits) - 1)) * kTileEntries; };
+  // where the rows of entry `lane` of a tile begin, and those of the last one end
   const auto load_start = [&](int32_t tile) {
     const int32_t* starts = row_at(all_starts, table_of(tile), (table_size + 1) * sizeof(int32_t));
     return starts[min(entry_of(tile) + lane, table_size)];
   };
-  int32_t next_start = warp < count ? load_start(warp) : 0;
-  for (int32_t tile = warp; tile < count; tile += warps) {
-    const int32_t start = next_start;
-    if (tile + warps < count) next_start = load_start(tile + warps);
-    const int32_t begin = __shfl_sync(kAllLanes, start, 0), end = __shfl_sync(kAllLanes, start, kTileEntries);
+  int32_t tile = first_tile % tiles, column = first_tile / tiles * kTileColumns;
+  int32_t next_start = count > 0 ? load_start(tile) : 0;
+  // the lane's row of those from a position in the order on, and of the next
+  int32_t position = 0, row = 0, row_after = 0;
+#pragma unroll 1
+  for (int32_t left = count; left > 0; --left) {
+    const int32_t start = next_start, next_tile = tile + 1 < tiles ? tile + 1 : 0;
+    if (left > 1) next_start = load_start(next_tile);
+    const int32_t end = __shfl_sync(kAllLanes, start, kTileEntries);
     const int32_t* order = row_at(all_orders, table_of(tile), p.M * sizeof(int32_t));
-    const int32_t column = (tile & ((1 << column_bits) - 1)) * kTileColumns;
-    // matrices are columns 0 to 7 of rows 0 to 7 and of the others, and the same of columns 8 to 15, if there are any
-    const In* values =
-        shared + min(column + lane / 16 * kLaneColumns, columns - kLaneColumns) * row_stride(p.M);
-    const auto load = [&](int32_t first, int32_t (&rows)[kSteps]) {
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const int32_t position = first + s * kTileRows + lane % kTileRows;
-        rows[s] = position < end ? order[position] : 0;
-      }
-    };
+    // past the last row there is the last again, in no entry
+    const auto load = [&](int32_t first) { return order[min(first + lane, p.M - 1)]; };
+    if (left == count || entry_of(tile) == 0) {
+      position = __shfl_sync(kAllLanes, start, 0);
+      row = load(position);
+      row_after = load(position + kWarp);
+    }
+    // columns 0 to 7, and 8 to 15 if there are any
+    const In* values = shared + column * row_stride(p.M);
+    const uint32_t next_columns = column + kLaneColumns < columns ? row_stride(p.M) * kLaneColumns * sizeof(In) : 0;
+    const uint32_t values_address = unknown(static_cast<uint32_t>(__cvta_generic_to_shared(values)));
     // Two positions of rows in the list, 2t and the next, less where an entry's rows begin, and less where these end: a
     // bit says that they are not before it. It is also the only one of 2 as BFloat16 and as Half.
     constexpr uint32_t kTwo = 0x4000, kPair = 0x10001;
     uint32_t since_begin[2], since_end[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint32_t first = begin + 2 * t + kTwo;
+      const uint32_t first = position + 2 * t + kTwo;
       since_begin[i] = (first - __shfl_sync(kAllLanes, start, g + 8 * i)) * kPair + 0x10000;
       since_end[i] = (first - __shfl_sync(kAllLanes, start, g + 8 * i + 1)) * kPair + 0x10000;
     }
-    int32_t rows[kSteps], rows_after[kSteps];
-    load(begin, rows);
-    load(begin + kSteps * kTileRows, rows_after);
     float sums[2][4] = {};
-    for (int32_t position = begin; position < end; position += kSteps * kTileRows) {
-      uint32_t b[kSteps][4];
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        load_matrices<true>(b[s], values + rows[s] * kLaneColumns);
-        rows[s] = rows_after[s];
+#pragma unroll 1
+    while (position < end) {
+      // of each 8 rows a matrix of 8 columns
+      uint32_t b[2][4];
+      const uint32_t row_address = values_address + row * (kLaneColumns * sizeof(In));
+      load_matrices<true>(b[0], row_address);
+      load_matrices<true>(b[1], row_address + next_columns);
+      // what is left of these is the next tile's
+      const bool has_more = position + kWarp <= end;
+      if (has_more) {
+        position += kWarp;
+        row = row_after;
+        row_after = load(position + kWarp);
       }
-      load(position + 2 * kSteps * kTileRows, rows_after);
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
+      for (int s = 0; s < kWarp / kTileRows; ++s) {
         uint32_t a[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -243,10 +253,10 @@ __device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32
         }
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          const uint32_t half[2] = {b[s][2 * n], b[s][2 * n + 1]};
-          multiply_add<In>(sums[n], a, half);
+          multiply_add<In>(sums[n], a, {b[n][2 * s], b[n][2 * s + 1]});
         }
       }
+      if (!has_more) break;
     }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -264,6 +274,8 @@ __device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32
                                         static_cast<Sum<In>>(sums[n][2 * i + 1] / 2)};
       }
     }
+    tile = next_tile;
+    if (tile == 0) column += kTileColumns;
   }
 }
 
@@ -546,7 +558,7 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   while (build_lane_bits > 0 && lane_bytes << build_lane_bits > shared_limit) --build_lane_bits;
   const auto build_slices = static_cast<int32_t>(divide_up(p.row_columns, kLaneColumns << build_lane_bits));
   const bool build_from_shared =
-      whole && hashes_added >= kHashesOfCopy && lane_bytes << build_lane_bits <= shared_limit && p.M <= kMostTileRows;
+      whole && p.M > 0 && hashes_added >= kHashesOfCopy && lane_bytes << build_lane_bits <= shared_limit && p.M <= kMostTileRows;
   const auto read = whole ? read_tables_kernel<In, Code, true> : read_tables_kernel<In, Code, false>;
   // bfloat16 only: its tables are small, and rows that are rounded before they are scaled lose none of their exponents
   const int64_t two_tables = 2 * (table_size + 1) * kSharingColumns * static_cast<int64_t>(sizeof(Sum<In>));
