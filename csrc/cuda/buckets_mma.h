@@ -6,6 +6,9 @@
 //
 // Blocks copy the rows of as many buckets as fit to shared memory, each once, and multiply them. Buckets that do not
 // fit go through products, whose cost is linear in their size.
+//
+// A warp has kParts tiles of 16 rows of a bucket at a time: with two, it reads the rows that they meet half as often,
+// and has twice the registers, so that a block has half of the warps.
 #pragma once
 
 #include "buckets.h"
@@ -14,6 +17,11 @@
 
 namespace yoso {
 namespace {
+
+template <int kParts>
+constexpr int kMmaThreads = 256 / kParts;
+template <int kParts>
+constexpr int kMmaWarps = kMmaThreads<kParts> / kWarp;
 
 // Half's range is small: numbers are rounded at a power of two, which brings the largest to 1..2.
 template <class In>
@@ -154,23 +162,24 @@ constexpr int kProductRows = 16384 / kColumns;
 
 // multiply_through_product on tensor cores. The product is kept as two 16-bit numbers an element: one alone would be
 // off in directions that the rows do not have, which the normalisation's gradient does not cancel.
-template <int kColumns, class In>
+template <int kColumns, int kParts, class In>
 __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& targets, Span target_span,
                                                          const HeadSide<In>& sources, Span source_span,
                                                          const Sizes& sizes, unsigned char* memory) {
   constexpr int kPieces = kColumns / 8, kRows = kProductRows<kColumns>;
-  constexpr int kDown = kColumns / 64, kAcross = kColumns / 32;
+  constexpr int kDown = kColumns / 64, kAcross = kColumns / 32 * kParts, kWarpsAcross = 2 / kParts;
   const uint32_t lane = lane_in_bucket();
   const int warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
   const Matrix<kColumns> others{memory}, rows{memory + kRows * kColumns * sizeof(In)};
-  // of the product, a warp has a quarter of the rows and half of the columns
-  const int first_row = warp / 2 * (kColumns / 4), first_piece = warp % 2 * (kPieces / 2);
+  // of the product, a warp has a quarter of the rows, and half or all of the columns
+  const int first_row = warp / kWarpsAcross * (kColumns / 4);
+  const int first_piece = warp % kWarpsAcross * (kPieces / kWarpsAcross);
   float product[kDown][kAcross][2][4] = {};
   for (int from = 0; from < source_span.count; from += kRows) {
     const int count = min(kRows, source_span.count - from);
     __syncthreads();
 #pragma unroll 4
-    for (int i = threadIdx.x; i < tiles_of(count) * kPicked * kPieces; i += kThreads) {
+    for (int i = threadIdx.x; i < tiles_of(count) * kPicked * kPieces; i += kMmaThreads<kParts>) {
       const int r = i / kPieces, piece = i % kPieces;
       uint4 other = make_uint4(0, 0, 0, 0), row = other;
       if (r < count) {
@@ -220,7 +229,7 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& tar
     largest = warp_max(largest);
     if (lane == 0) shared[warp] = largest;
     __syncthreads();
-    for (int other = 0; other < kWarps; ++other) largest = max(largest, shared[other]);
+    for (int other = 0; other < kMmaWarps<kParts>; ++other) largest = max(largest, shared[other]);
     __syncthreads();
   }
   const Power<In> power(largest);
@@ -245,7 +254,7 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& tar
         }
   __syncthreads();
 
-  for (int tile = warp; tile * kPicked < target_span.count; tile += kWarps) {
+  for (int tile = warp; tile * kPicked < target_span.count; tile += kMmaWarps<kParts>) {
     const Span span{target_span.first + tile * kPicked, target_span.count - tile * kPicked};
     const PickedRows<float> picked(lane, targets, span, targets, span);
     const Fragments<kColumns> left(lane, targets, picked, 0, span.count, sizes.Dv);
@@ -286,23 +295,27 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& tar
   }
 }
 
-// Up to 16 rows of a bucket's one side, and where the other side's are.
+// Up to 16 rows of a bucket's one side.
 struct BucketTile {
   // in the order
   int32_t first, count;
-  // of the other side, the first tile, and how many
-  int32_t others_begin, others_count;
+};
+
+// Tiles of a bucket that a warp has at a time, and where the other side's are: of either, the first, and how many.
+struct Task {
+  int32_t tile, tiles, other, others;
 };
 
 // The tiles that a block multiplies at a time.
-template <int kTiles>
+template <int kTiles_, int kParts_>
 struct Batch {
-  static constexpr int kRows = kTiles * kPicked;
+  static constexpr int kTiles = kTiles_, kParts = kParts_, kRows = kTiles * kPicked;
   BucketTile tiles[2][kTiles];
+  Task tasks[2][kTiles];
   // -1 where there is none
   int32_t row[2][kRows];
   // and the codes that they are of, none where the next bucket goes through products
-  int32_t num_tiles[2], num_codes;
+  int32_t num_tiles[2], num_tasks[2], num_codes;
 
   // Of the rows of both sides, the i-th: its side and place.
   __device__ __forceinline__ int2 place_of(int i) const {
@@ -342,10 +355,11 @@ struct Item {
     __syncwarp();
   }
 
-  // Clears what rows get that have none of the other side in their bucket, or are in no bucket. The block does this.
-  __device__ __forceinline__ void clear_others() const {
+  // Clears what rows get that have none of the other side in their bucket, or are in no bucket. So many warps of the
+  // block do this.
+  __device__ __forceinline__ void clear_others(int warps) const {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    for (int side = 0; side < 2; ++side) sides[side].clear(in_none[side], warp, kWarps);
+    for (int side = 0; side < 2; ++side) sides[side].clear(in_none[side], warp, warps);
     for (int first = 0; first < num_codes; first += kWarp) {
       const int code = first + lane;
       int rows[2] = {0, 0};
@@ -354,22 +368,26 @@ struct Item {
       for (uint32_t left = __ballot_sync(kAllLanes, (rows[0] > 0) != (rows[1] > 0)); left != 0; left &= left - 1) {
         const int alone = first + __ffs(left) - 1, side = starts[0][alone] == starts[0][alone + 1];
         const int32_t* start = starts[side] + alone;
-        sides[side].clear({start[0], start[1] - start[0]}, warp, kWarps);
+        sides[side].clear({start[0], start[1] - start[0]}, warp, warps);
       }
     }
   }
 
   // Makes tiles of the buckets from `first` on, of as many as there is room for. A warp does this.
-  template <int kTiles>
-  __device__ __forceinline__ void choose_buckets(int first, Batch<kTiles>& batch) const {
+  template <class Batch>
+  __device__ __forceinline__ void choose_buckets(int first, Batch& batch) const {
+    constexpr int kTaskBits = 16, kTileMask = (1 << kTaskBits) - 1;
     const int lane = threadIdx.x % kWarp, code = first + lane, count = num_codes;
+    // of tiles and, in the upper bits, of tasks
     int rows[2] = {0, 0}, begin[2], end[2];
     if (code < count)
       for (int side = 0; side < 2; ++side) rows[side] = starts[side][code + 1] - starts[side][code];
     const bool exists = min(rows[0], rows[1]) > 0;
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      const int own = exists ? tiles_of(rows[side]) : 0;
+      // one more than fit is as many as any more
+      const int tiles = exists ? min(tiles_of(rows[side]), Batch::kTiles + 1) : 0;
+      const int own = tiles | (tiles + Batch::kParts - 1) / Batch::kParts << kTaskBits;
       end[side] = own;
 #pragma unroll
       for (int delta = 1; delta < kWarp; delta *= 2) {
@@ -378,27 +396,34 @@ struct Item {
       }
       begin[side] = end[side] - own;
     }
-    const uint32_t left_out = __ballot_sync(kAllLanes, code >= count || max(end[0], end[1]) > kTiles);
+    const bool fits = max(end[0] & kTileMask, end[1] & kTileMask) <= Batch::kTiles;
+    const uint32_t left_out = __ballot_sync(kAllLanes, code >= count || !fits);
     const int taken = left_out == 0 ? kWarp : __ffs(left_out) - 1;
     if (lane == 0) batch.num_codes = taken;
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const int all = __shfl_sync(kAllLanes, end[side], max(taken - 1, 0));
-      if (lane == 0) batch.num_tiles[side] = taken == 0 ? 0 : all;
-      if (lane >= taken) continue;
-#pragma unroll 1
-      for (int tile = begin[side]; tile < end[side]; ++tile) {
-        const int skipped = (tile - begin[side]) * kPicked;
-        batch.tiles[side][tile] = {starts[side][code] + skipped, min(rows[side] - skipped, kPicked), begin[1 - side],
-                                   end[1 - side] - begin[1 - side]};
+      if (lane == 0) {
+        batch.num_tiles[side] = taken == 0 ? 0 : all & kTileMask;
+        batch.num_tasks[side] = taken == 0 ? 0 : all >> kTaskBits;
       }
+      if (lane >= taken) continue;
+      const int first_tile = begin[side] & kTileMask, end_tile = end[side] & kTileMask;
+      const int other = begin[1 - side] & kTileMask, others = (end[1 - side] & kTileMask) - other;
+      for (int tile = first_tile; tile < end_tile; ++tile) {
+        const int skipped = (tile - first_tile) * kPicked;
+        batch.tiles[side][tile] = {starts[side][code] + skipped, min(rows[side] - skipped, kPicked)};
+      }
+      Task* task = batch.tasks[side] + (begin[side] >> kTaskBits);
+      for (int tile = first_tile; tile < end_tile; tile += Batch::kParts)
+        *task++ = {tile, min(end_tile - tile, Batch::kParts), other, others};
     }
   }
 
   // Copies which rows a batch has, ahead of when it is waited for. The block does this.
-  template <int kTiles>
-  __device__ __forceinline__ void copy_row_numbers(Batch<kTiles>& batch) const {
-    for (int i = threadIdx.x; batch.has_row(i); i += kThreads) {
+  template <class Batch>
+  __device__ __forceinline__ void copy_row_numbers(Batch& batch) const {
+    for (int i = threadIdx.x; batch.has_row(i); i += kMmaThreads<Batch::kParts>) {
       const int2 place = batch.place_of(i);
       const BucketTile& tile = batch.tiles[place.x][place.y / kPicked];
       const int r = place.y % kPicked;
@@ -412,11 +437,11 @@ struct Item {
 };
 
 // A block's shared memory.
-template <class In, int kColumns>
+template <class In, int kColumns, int kParts>
 struct MmaMemory {
   static constexpr int kTiles = kColumns == 64 ? 11 : 5, kRows = kTiles * kPicked;
   static_assert(kProductRows<kColumns> <= 2 * kRows);
-  using Tiles = Batch<kTiles>;
+  using Tiles = Batch<kTiles, kParts>;
   // of queries, or keys, and their gradients, or values
   alignas(256) In rows[2][kRows * kColumns], others[2][kRows * kColumns];
   alignas(8) float inverse_length[2][kRows];
@@ -430,7 +455,7 @@ struct MmaMemory {
 
   // Copies the rows of a batch. The block does this, and waits and meets before it reads them.
   __device__ __forceinline__ void copy_rows(const HeadSide<In>* sides, const Tiles& batch, const Sizes& sizes) {
-    constexpr int kPieces = kColumns / 8, kStep = kThreads / kPieces;
+    constexpr int kPieces = kColumns / 8, kStep = kMmaThreads<kParts> / kPieces;
     const int piece = threadIdx.x % kPieces, first_place = threadIdx.x / kPieces;
     const bool no_rows = piece * 8 >= sizes.D, no_others = piece * 8 >= sizes.Dv;
 #pragma unroll 1
@@ -452,7 +477,7 @@ struct MmaMemory {
         copy_ahead<16>(to_rows + skipped, row_at(rows_from, max(row, 0), row_bytes), row < 0 || no_rows);
       }
     }
-    for (int i = threadIdx.x; batch.has_row(i); i += kThreads) {
+    for (int i = threadIdx.x; batch.has_row(i); i += kMmaThreads<kParts>) {
       const int2 place = batch.place_of(i);
       const int row = batch.row[place.x][place.y];
       inverse_length[place.x][place.y] = row < 0 ? 0 : __ldg(sides[place.x].inverse_length + row);
@@ -460,69 +485,79 @@ struct MmaMemory {
   }
 };
 
-// What a tile's rows of `side` get from their bucket. A warp computes it.
-template <class In, int kColumns>
-__device__ __forceinline__ void multiply_tile(MmaMemory<In, kColumns>& memory, const BucketTile& bucket_tile, int side,
-                                              int tile, float (&sums)[kColumns / 16][2][4]) {
+// What the rows of a task's first tiles of `side` get from their bucket. A warp computes it.
+template <int tiles, class In, int kColumns, int kParts>
+__device__ __forceinline__ void multiply_tiles(MmaMemory<In, kColumns, kParts>& memory, const Task& task, int side,
+                                               float (&sums)[kParts][kColumns / 16][2][4]) {
   const uint32_t lane = lane_in_bucket();
-  const int t = lane % 4, begin = bucket_tile.others_begin, end = begin + bucket_tile.others_count;
+  const int t = lane % 4, begin = task.other, end = begin + task.others;
   const Matrix<kColumns> targets = memory.others_of(side), sources = memory.others_of(1 - side),
                          rows = memory.rows_of(1 - side);
-  uint32_t left[kColumns / 16][4];
+  uint32_t left[tiles][kColumns / 16][4];
 #pragma unroll
-  for (int i = 0; i < kColumns / 16; ++i)
-    load_matrices<false>(left[i], targets.piece(tile * kPicked + lane % 16, 2 * i + lane / 16));
+  for (int part = 0; part < tiles; ++part)
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; ++i)
+      load_matrices<false>(left[part][i], targets.piece((task.tile + part) * kPicked + lane % 16, 2 * i + lane / 16));
 #pragma unroll 1
   for (int source = begin; source < end; ++source) {
-    float w[2][4] = {};
+    float w[tiles][2][4] = {};
 #pragma unroll
     for (int i = 0; i < kColumns / 16; ++i) {
       uint32_t b[4];
       load_matrices<false>(b, sources.piece(source * kPicked + lane / 16 * 8 + lane % 8, 2 * i + lane / 8 % 2));
 #pragma unroll
-      for (int n = 0; n < 2; ++n) multiply_add<In>(w[n], left[i], {b[2 * n], b[2 * n + 1]});
+      for (int part = 0; part < tiles; ++part)
+#pragma unroll
+        for (int n = 0; n < 2; ++n) multiply_add<In>(w[part][n], left[part][i], {b[2 * n], b[2 * n + 1]});
     }
     float2 inverses[2];
 #pragma unroll
     for (int n = 0; n < 2; ++n)
       inverses[n] =
           *reinterpret_cast<const float2*>(memory.inverse_length[1 - side] + source * kPicked + 8 * n + 2 * t);
-    float largest = 0;
+    uint32_t a[tiles][4];
+    float down[tiles];
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+    for (int part = 0; part < tiles; ++part) {
+      float largest = 0;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float inverse = i == 0 ? inverses[n].x : inverses[n].y;
-        w[n][i] *= inverse;
-        w[n][i + 2] *= inverse;
-        if constexpr (std::is_same_v<In, Half>) largest = max(largest, max(fabsf(w[n][i]), fabsf(w[n][i + 2])));
-      }
-    if constexpr (std::is_same_v<In, Half>) largest = warp_max(largest);
-    const Power<In> power(largest);
-    uint32_t a[4];
+      for (int n = 0; n < 2; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = pack<In>(w[i / 2][i % 2 * 2] * power.up, w[i / 2][i % 2 * 2 + 1] * power.up);
+        for (int i = 0; i < 4; ++i) {
+          w[part][n][i] *= i % 2 == 0 ? inverses[n].x : inverses[n].y;
+          if constexpr (std::is_same_v<In, Half>) largest = max(largest, fabsf(w[part][n][i]));
+        }
+      if constexpr (std::is_same_v<In, Half>) largest = warp_max(largest);
+      const Power<In> power(largest);
+      down[part] = power.down;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        a[part][i] = pack<In>(w[part][i / 2][i % 2 * 2] * power.up, w[part][i / 2][i % 2 * 2 + 1] * power.up);
+    }
 #pragma unroll
     for (int pair = 0; pair < kColumns / 16; ++pair) {
       uint32_t b[4];
       load_matrices<true>(b, rows.piece(source * kPicked + lane % 16, 2 * pair + lane / 16));
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        float some[4] = {};
-        auto& product = std::is_same_v<In, Half> ? some : sums[pair][n];
-        multiply_add<In>(product, a, {b[2 * n], b[2 * n + 1]});
-        if constexpr (std::is_same_v<In, Half>)
+      for (int part = 0; part < tiles; ++part)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) sums[pair][n][i] += some[i] * power.down;
-      }
+        for (int n = 0; n < 2; ++n) {
+          float some[4] = {};
+          auto& product = std::is_same_v<In, Half> ? some : sums[part][pair][n];
+          multiply_add<In>(product, a[part], {b[2 * n], b[2 * n + 1]});
+          if constexpr (std::is_same_v<In, Half>)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[part][pair][n][i] += some[i] * down[part];
+        }
     }
   }
 }
 
 // Stores what a tile's rows of `side` get, rows[r] being its r-th row's number, or -1 where there is none. A warp does
 // this.
-template <class In, int kColumns>
-__device__ __forceinline__ void store_tile(MmaMemory<In, kColumns>& memory, const HeadSide<In>& head_side,
+template <class In, int kColumns, int kParts>
+__device__ __forceinline__ void store_tile(MmaMemory<In, kColumns, kParts>& memory, const HeadSide<In>& head_side,
                                            const int32_t* rows, int side, int tile, int columns,
                                            float (&sums)[kColumns / 16][2][4]) {
   const uint32_t lane = lane_in_bucket();
@@ -543,11 +578,12 @@ __device__ __forceinline__ void store_tile(MmaMemory<In, kColumns>& memory, cons
 
 // multiply_buckets_kernel on tensor cores, where rows have up to kColumns columns. items: how many there are, and next,
 // how many blocks have taken.
-template <class In, int kColumns>
-__global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
+template <class In, int kColumns, int kParts>
+__global__ void __launch_bounds__(kMmaThreads<kParts>, kColumns == 64 ? 2 : 1)
     multiply_buckets_mma_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int32_t items, int32_t* next) {
-  using Tiles = typename MmaMemory<In, kColumns>::Tiles;
-  auto& memory = *shared_memory<MmaMemory<In, kColumns>>();
+  using Memory = MmaMemory<In, kColumns, kParts>;
+  using Tiles = typename Memory::Tiles;
+  auto& memory = *shared_memory<Memory>();
   const int warp = threadIdx.x / kWarp;
   // Makes an item and its first batch.
   const auto begin_item = [&](int i, Tiles& batch) {
@@ -579,11 +615,11 @@ __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
           const int32_t* start = item.starts[side] + first;
           return Span{start[0], start[1] - start[0]};
         };
-        multiply_through_product<kColumns>(item.sides[side], span(side), item.sides[1 - side], span(1 - side), sizes,
-                                           reinterpret_cast<unsigned char*>(&memory));
+        multiply_through_product<kColumns, kParts>(item.sides[side], span(side), item.sides[1 - side], span(1 - side),
+                                                   sizes, reinterpret_cast<unsigned char*>(&memory));
       }
     }
-    if (first == 0) item.clear_others();
+    if (first == 0) item.clear_others(kMmaWarps<kParts>);
     // what comes next, while the rows do
     if (warp == 0) {
       Tiles& next_batch = memory.batches[unknown(this_batch ^ 1)];
@@ -598,13 +634,20 @@ __global__ void __launch_bounds__(kThreads, kColumns == 64 ? 2 : 1)
     __syncthreads();
     const Item<In>& next_item = memory.items[unknown(this_item ^ is_last)];
     if (next_item.num_codes > 0) next_item.copy_row_numbers(memory.batches[unknown(this_batch ^ 1)]);
-    const int query_tiles = batch.num_tiles[0], tiles = query_tiles + batch.num_tiles[1];
-    for (int i = warp; i < tiles; i += kWarps) {
-      const int side = i >= query_tiles, tile = i - side * query_tiles;
-      float sums[kColumns / 16][2][4] = {};
-      multiply_tile(memory, batch.tiles[side][tile], side, tile, sums);
-      store_tile(memory, memory.items[unknown(this_item)].sides[side], memory.batches[unknown(this_batch)].row[side],
-                 side, tile, sizes.D, sums);
+    const int query_tasks = batch.num_tasks[0], tasks = query_tasks + batch.num_tasks[1];
+    for (int i = warp; i < tasks; i += kMmaWarps<kParts>) {
+      const int side = i >= query_tasks;
+      const Task task = batch.tasks[side][i - side * query_tasks];
+      float sums[kParts][kColumns / 16][2][4] = {};
+      if (kParts == 1 || task.tiles == kParts)
+        multiply_tiles<kParts>(memory, task, side, sums);
+      else
+        multiply_tiles<1>(memory, task, side, sums);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part)
+        if (part == 0 || part < task.tiles)
+          store_tile(memory, memory.items[unknown(this_item)].sides[side],
+                     memory.batches[unknown(this_batch)].row[side], side, task.tile + part, sizes.D, sums[part]);
     }
     wait_for_copies();
     // nobody reads the rows any longer

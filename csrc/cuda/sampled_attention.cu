@@ -558,7 +558,8 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   while (build_lane_bits > 0 && lane_bytes << build_lane_bits > shared_limit) --build_lane_bits;
   const auto build_slices = static_cast<int32_t>(divide_up(p.row_columns, kLaneColumns << build_lane_bits));
   const bool build_from_shared =
-      whole && p.M > 0 && hashes_added >= kHashesOfCopy && lane_bytes << build_lane_bits <= shared_limit && p.M <= kMostTileRows;
+      whole && hashes_added >= kHashesOfCopy && lane_bytes << build_lane_bits <= shared_limit && p.M > 0 &&
+      p.M <= kMostTileRows;
   const auto read = whole ? read_tables_kernel<In, Code, true> : read_tables_kernel<In, Code, false>;
   // bfloat16 only: its tables are small, and rows that are rounded before they are scaled lose none of their exponents
   const int64_t two_tables = 2 * (table_size + 1) * kSharingColumns * static_cast<int64_t>(sizeof(Sum<In>));

@@ -12,6 +12,8 @@ namespace {
 
 // What rows get from their buckets may take so many times the memory that the cache is to keep: on an H200 512 MiB.
 constexpr int64_t kAddendCaches = 16;
+// Of so many rows a bucket, most have two tiles of them.
+constexpr int64_t kRowsOfTwoTiles = 24;
 // How many items every block has to do at least, so that all end at much the same time, where there are so many codes;
 // and the codes of an item at most.
 constexpr int64_t kItemsOfBlock = 16, kMostCodes = Item<BFloat16>::kMostCodes;
@@ -197,14 +199,17 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
         const int64_t heads_now = std::min(most_heads, heads - first);
         const int64_t items = heads_now * sizes.hashes * sizes.items();
         if constexpr (kIsForTensorCores<In>) {
-          const auto multiply = [&](auto kernel, size_t shared_bytes) {
-            launch(device, kernel, std::min(items, resident), kThreads, shared_bytes, queries, keys, sizes, items,
+          const auto multiply = [&](auto columns, auto parts) {
+            launch(device, multiply_buckets_mma_kernel<In, columns(), parts()>, std::min(items, resident),
+                   kMmaThreads<parts()>, sizeof(MmaMemory<In, columns(), parts()>), queries, keys, sizes, items,
                    counter++);
           };
-          if (std::max(D, Dv) <= 64)
-            multiply(multiply_buckets_mma_kernel<In, 64>, sizeof(MmaMemory<In, 64>));
+          if (std::max(D, Dv) > 64)
+            multiply(std::integral_constant<int, kMaxMmaColumns>{}, std::integral_constant<int, 1>{});
+          else if (std::max(N, M) < kRowsOfTwoTiles * table_size)
+            multiply(std::integral_constant<int, 64>{}, std::integral_constant<int, 1>{});
           else
-            multiply(multiply_buckets_mma_kernel<In, kMaxMmaColumns>, sizeof(MmaMemory<In, kMaxMmaColumns>));
+            multiply(std::integral_constant<int, 64>{}, std::integral_constant<int, 2>{});
         } else {
           launch(device, multiply_buckets_kernel<In>, items, kThreads, sizeof(AnyMemory<In>), queries, keys, sizes);
         }
