@@ -213,6 +213,20 @@ def test_backward_of_many_hash_functions_is_as_accurate_as_pytorch(shape, dtype)
     assert_as_accurate_as_pytorch(outputs, dtype)
 
 
+@pytest.mark.parametrize("factor", [1e-18, 1e18])
+def test_gradients_of_rows_far_from_length_one_are_as_accurate_as_pytorch(factor, way):
+    """Squares of the lengths just fit float32, products of two such squares do not."""
+    inputs = Inputs("random", (1, 2, 157, 301, 64, 64, 4, 4), torch.bfloat16)
+    inputs.query *= factor
+    inputs.key *= factor
+
+    def outputs(namespace, dtype):
+        rows = (x.to(dtype) for x in (inputs.grad, inputs.query, inputs.key, inputs.value))
+        return namespace.sampled_attention_backward(*rows, *inputs.codes, inputs.tau)
+
+    assert_as_accurate_as_pytorch(outputs, torch.bfloat16)
+
+
 @needs_cuda_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_that_is_no_number_has_no_part_in_the_backward_by_pairs(dtype, monkeypatch):

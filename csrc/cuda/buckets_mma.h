@@ -18,6 +18,7 @@
 namespace yoso {
 namespace {
 
+// of a block
 template <int kParts>
 constexpr int kMmaThreads = 256 / kParts;
 template <int kParts>
@@ -122,7 +123,8 @@ struct AddendRows {
         }
         parallel += __shfl_xor_sync(kAllLanes, parallel, 1);
         parallel += __shfl_xor_sync(kAllLanes, parallel, 2);
-        parallel *= inverse_length[half] * inverse_length[half];
+        // one after the other: the square of one may leave the range of float32
+        parallel = parallel * inverse_length[half] * inverse_length[half];
 #pragma unroll
         for (int first = 0; first < 2 * pairs; first += 4) {
           uint32_t numbers[4];

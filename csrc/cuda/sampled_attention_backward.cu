@@ -200,9 +200,10 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
         const int64_t items = heads_now * sizes.hashes * sizes.items();
         if constexpr (kIsForTensorCores<In>) {
           const auto multiply = [&](auto columns, auto parts) {
+            constexpr size_t shared_bytes = sizeof(MmaMemory<In, columns(), parts()>);
+            static_assert(shared_bytes <= size_t{99} << 10, "more than a block has on sm_86 and sm_89");
             launch(device, multiply_buckets_mma_kernel<In, columns(), parts()>, std::min(items, resident),
-                   kMmaThreads<parts()>, sizeof(MmaMemory<In, columns(), parts()>), queries, keys, sizes, items,
-                   counter++);
+                   kMmaThreads<parts()>, shared_bytes, queries, keys, sizes, items, counter++);
           };
           if (std::max(D, Dv) > 64)
             multiply(std::integral_constant<int, kMaxMmaColumns>{}, std::integral_constant<int, 1>{});
