@@ -11,7 +11,8 @@ namespace yoso {
 namespace {
 
 // What rows get from their buckets may take so many times the memory that the cache is to keep: on an H200 512 MiB.
-constexpr int64_t kAddendCaches = 16;
+// But a launch has a few hash functions, as sums are read and written again for the next.
+constexpr int64_t kAddendCaches = 16, kFewestHashes = 4;
 // Of so many rows a bucket, most have two tiles of them.
 constexpr int64_t kRowsOfTwoTiles = 24;
 // How many items every block has to do at least, so that all end at much the same time, where there are so many codes;
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kRowThreads, 3)
       for (int c = 0; c < kLaneColumns; ++c) sum[c] += wide[c];
     }
     if constexpr (sizeof(Addend<In>) == 2) order_columns(sum);
-    if (sizes.first_hash > 0) {
+    if (exists && sizes.first_hash > 0) {
       T before[kLaneColumns];
       load_columns<aligned>(sums + first, columns, before);
 #pragma unroll
@@ -163,7 +164,7 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
   const int64_t heads_sorted = heads_at_once(all_heads, m, (N + M) / 2, hash_code_len);
   // hash functions of heads that there is memory for, whose codes are counted in 32 bits, and a launch's share of them
   const int64_t list_bytes = (N + M) * addend_columns<In>(D) * static_cast<int64_t>(sizeof(Addend<In>));
-  const int64_t lists = std::clamp<int64_t>(kAddendCaches * device.cached_bytes() / list_bytes, 1,
+  const int64_t lists = std::clamp<int64_t>(kAddendCaches * device.cached_bytes() / list_bytes, kFewestHashes,
                                             (int64_t{1} << 30) / table_size);
   const int64_t most_hashes = even_share(m, lists), most_heads = even_share(heads_sorted, lists / m);
   const int64_t item_codes = std::clamp<int64_t>(most_heads * most_hashes * table_size / (kItemsOfBlock * resident), 1,
