@@ -59,6 +59,11 @@ struct Matrix {
   __device__ __forceinline__ unsigned char* piece(uint32_t row, uint32_t piece) const {
     return data + ((row * kRowBytes + row % 8 * 16) ^ piece * 16);
   }
+  // Where that is in shared memory. The row's piece p ^ i is at the address ^ 16 i, and piece p of a row that is 8 i
+  // further on 8 i kRowBytes behind.
+  __device__ __forceinline__ uint32_t address(uint32_t row, uint32_t piece) const {
+    return unknown(static_cast<uint32_t>(__cvta_generic_to_shared(this->piece(row, piece))));
+  }
 };
 
 // The gradients or values of `count` picked rows, a lane's being g and g + 8: pieces t, t + 4 and so on. Products of
@@ -491,23 +496,26 @@ struct MmaMemory {
 template <int tiles, class In, int kColumns, int kParts>
 __device__ __forceinline__ void multiply_tiles(MmaMemory<In, kColumns, kParts>& memory, const Task& task, int side,
                                                float (&sums)[kParts][kColumns / 16][2][4]) {
+  constexpr int kRowBytes = Matrix<kColumns>::kRowBytes;
   const uint32_t lane = lane_in_bucket();
-  const int t = lane % 4, begin = task.other, end = begin + task.others;
-  const Matrix<kColumns> targets = memory.others_of(side), sources = memory.others_of(1 - side),
-                         rows = memory.rows_of(1 - side);
+  const int t = lane % 4, first = task.other * kPicked;
   uint32_t left[tiles][kColumns / 16][4];
+  const uint32_t target = memory.others_of(side).address(task.tile * kPicked + lane % 16, lane / 16);
 #pragma unroll
   for (int part = 0; part < tiles; ++part)
 #pragma unroll
     for (int i = 0; i < kColumns / 16; ++i)
-      load_matrices<false>(left[part][i], targets.piece((task.tile + part) * kPicked + lane % 16, 2 * i + lane / 16));
+      load_matrices<false>(left[part][i], target + part * kPicked * kRowBytes ^ i * 32);
+  uint32_t source = memory.others_of(1 - side).address(first + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  uint32_t row = memory.rows_of(1 - side).address(first + lane % 16, lane / 16);
+  const float* inverse_length = memory.inverse_length[1 - side] + first + 2 * t;
 #pragma unroll 1
-  for (int source = begin; source < end; ++source) {
+  for (int remaining = task.others; remaining > 0; --remaining) {
     float w[tiles][2][4] = {};
 #pragma unroll
     for (int i = 0; i < kColumns / 16; ++i) {
       uint32_t b[4];
-      load_matrices<false>(b, sources.piece(source * kPicked + lane / 16 * 8 + lane % 8, 2 * i + lane / 8 % 2));
+      load_matrices<false>(b, source ^ i * 32);
 #pragma unroll
       for (int part = 0; part < tiles; ++part)
 #pragma unroll
@@ -515,9 +523,7 @@ __device__ __forceinline__ void multiply_tiles(MmaMemory<In, kColumns, kParts>& 
     }
     float2 inverses[2];
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
-      inverses[n] =
-          *reinterpret_cast<const float2*>(memory.inverse_length[1 - side] + source * kPicked + 8 * n + 2 * t);
+    for (int n = 0; n < 2; ++n) inverses[n] = *reinterpret_cast<const float2*>(inverse_length + 8 * n);
     uint32_t a[tiles][4];
     float down[tiles];
 #pragma unroll
@@ -540,7 +546,7 @@ __device__ __forceinline__ void multiply_tiles(MmaMemory<In, kColumns, kParts>& 
 #pragma unroll
     for (int pair = 0; pair < kColumns / 16; ++pair) {
       uint32_t b[4];
-      load_matrices<true>(b, rows.piece(source * kPicked + lane % 16, 2 * pair + lane / 16));
+      load_matrices<true>(b, row ^ pair * 32);
 #pragma unroll
       for (int part = 0; part < tiles; ++part)
 #pragma unroll
@@ -553,6 +559,9 @@ __device__ __forceinline__ void multiply_tiles(MmaMemory<In, kColumns, kParts>& 
             for (int i = 0; i < 4; ++i) sums[part][pair][n][i] += some[i] * down[part];
         }
     }
+    source += kPicked * kRowBytes;
+    row += kPicked * kRowBytes;
+    inverse_length += kPicked;
   }
 }
 
