@@ -381,8 +381,8 @@ struct Item {
   }
 
   // Makes tiles of the buckets from `first` on, of as many as there is room for. A warp does this.
-  template <class Batch>
-  __device__ __forceinline__ void choose_buckets(int first, Batch& batch) const {
+  template <class Tiles>
+  __device__ __forceinline__ void choose_buckets(int first, Tiles& batch) const {
     constexpr int kTaskBits = 16, kTileMask = (1 << kTaskBits) - 1;
     const int lane = threadIdx.x % kWarp, code = first + lane, count = num_codes;
     // of tiles and, in the upper bits, of tasks
@@ -393,8 +393,8 @@ struct Item {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       // one more than fit is as many as any more
-      const int tiles = exists ? min(tiles_of(rows[side]), Batch::kTiles + 1) : 0;
-      const int own = tiles | (tiles + Batch::kParts - 1) / Batch::kParts << kTaskBits;
+      const int tiles = exists ? min(tiles_of(rows[side]), Tiles::kTiles + 1) : 0;
+      const int own = tiles | (tiles + Tiles::kParts - 1) / Tiles::kParts << kTaskBits;
       end[side] = own;
 #pragma unroll
       for (int delta = 1; delta < kWarp; delta *= 2) {
@@ -403,7 +403,7 @@ struct Item {
       }
       begin[side] = end[side] - own;
     }
-    const bool fits = max(end[0] & kTileMask, end[1] & kTileMask) <= Batch::kTiles;
+    const bool fits = max(end[0] & kTileMask, end[1] & kTileMask) <= Tiles::kTiles;
     const uint32_t left_out = __ballot_sync(kAllLanes, code >= count || !fits);
     const int taken = left_out == 0 ? kWarp : __ffs(left_out) - 1;
     if (lane == 0) batch.num_codes = taken;
@@ -422,15 +422,15 @@ struct Item {
         batch.tiles[side][tile] = {starts[side][code] + skipped, min(rows[side] - skipped, kPicked)};
       }
       Task* task = batch.tasks[side] + (begin[side] >> kTaskBits);
-      for (int tile = first_tile; tile < end_tile; tile += Batch::kParts)
-        *task++ = {tile, min(end_tile - tile, Batch::kParts), other, others};
+      for (int tile = first_tile; tile < end_tile; tile += Tiles::kParts)
+        *task++ = {tile, min(end_tile - tile, Tiles::kParts), other, others};
     }
   }
 
   // Copies which rows a batch has, ahead of when it is waited for. The block does this.
-  template <class Batch>
-  __device__ __forceinline__ void copy_row_numbers(Batch& batch) const {
-    for (int i = threadIdx.x; batch.has_row(i); i += kMmaThreads<Batch::kParts>) {
+  template <class Tiles>
+  __device__ __forceinline__ void copy_row_numbers(Tiles& batch) const {
+    for (int i = threadIdx.x; batch.has_row(i); i += kMmaThreads<Tiles::kParts>) {
       const int2 place = batch.place_of(i);
       const BucketTile& tile = batch.tiles[place.x][place.y / kPicked];
       const int r = place.y % kPicked;
