@@ -86,7 +86,7 @@ def test_emulated_kernels_pass_the_tests_of_the_kernels(emulated_kernels, select
 @pytest.mark.slow
 @needs_emulator
 def test_kernels_of_smaller_gpus_pass_the_tests_of_the_kernels(tmp_path):
-    """Less shared memory, no launch that starts early, and additions of one number at a time."""
+    """Less shared memory, and no launch that starts early."""
     kernels = tmp_path / "kernels.so"
     emulator.build(kernels, arch=86, kernels=("sampled_*", "first_order_attention"))
     # what hashes is the same for all

@@ -112,15 +112,15 @@ struct Products {
   // sums += left . right[0] and left . right[4]
   template <int stride>
   __device__ __forceinline__ static void multiply(const T (&left)[stride], const T (*right)[stride], T (&sums)[2]) {
-    constexpr int kPiece = 16 / sizeof(T);
+    constexpr int kAtOnce = 16 / sizeof(T);
 #pragma unroll 2
-    for (int c = 0; c < kSlice<T>; c += kPiece) {
-      T a[kPiece], b[2][kPiece];
+    for (int c = 0; c < kSlice<T>; c += kAtOnce) {
+      T a[kAtOnce], b[2][kAtOnce];
       yoso::load(left + c, a);
       yoso::load(right[0] + c, b[0]);
       yoso::load(right[4] + c, b[1]);
 #pragma unroll
-      for (int i = 0; i < kPiece; ++i)
+      for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
         for (int e = 0; e < 2; ++e) sums[e] += a[i] * b[e][i];
     }

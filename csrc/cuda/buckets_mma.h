@@ -74,11 +74,11 @@ struct Fragments {
 
   template <class In>
   __device__ __forceinline__ Fragments(uint32_t lane, const HeadSide<In>& side, const PickedRows<float>& picked,
-                                       int first_lane, int count, int columns) {
+                                       int count, int columns) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const In* from = row_at(side.others, picked.at(first_lane + g + 8 * half), side.other_bytes) + 8 * t;
+      const In* from = row_at(side.others, picked.at(g + 8 * half), side.other_bytes) + 8 * t;
 #pragma unroll
       for (int i = 0; i < kColumns / 32; ++i) {
         uint4 piece = make_uint4(0, 0, 0, 0);
@@ -264,7 +264,7 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& tar
   for (int tile = warp; tile * kPicked < target_span.count; tile += kMmaWarps<kParts>) {
     const Span span{target_span.first + tile * kPicked, target_span.count - tile * kPicked};
     const PickedRows<float> picked(lane, targets, span, targets, span);
-    const Fragments<kColumns> left(lane, targets, picked, 0, span.count, sizes.Dv);
+    const Fragments<kColumns> left(lane, targets, picked, span.count, sizes.Dv);
     float sums[kColumns / 16][2][4] = {};
 #pragma unroll
     for (int pair = 0; pair < kColumns / 16; ++pair)

@@ -6,6 +6,7 @@
 #include "rows.h"
 #include "sampled_attention_pairs.h"
 #include "sort.h"
+#include "tile_rows.h"
 
 namespace yoso {
 namespace {
@@ -59,6 +60,7 @@ __device__ __forceinline__ void order_columns(float (&columns)[kLaneColumns]) {
 
 // Adds what a side's rows get from the hash functions of the launch to what they got from those before; after the last,
 // takes the sums, times scale, through the normalisation of the rows.
+// With fewer registers than three blocks leave it, it would spill some.
 template <class In, bool aligned>
 __global__ void __launch_bounds__(kRowThreads, 3)
     finish_kernel(Side<In> side, Sizes sizes, Accumulator<In> scale, int lane_bits, Rows<In> out) {
