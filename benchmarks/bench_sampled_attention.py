@@ -2,8 +2,7 @@
 
     python benchmarks/bench_sampled_attention.py --lengths 512 4096 8192
 
-[1, 12, N, 64], float32, m = 32, tau = 9; the codes are given. The backward is that of query, key and value, which for
-sampled attention is sampled_attention_backward for query and key and sampled_attention for value.
+[1, 12, N, 64], float32, m = 32, tau = 9; the codes are given. The backward is that of query, key and value.
 """
 
 from functools import cached_property

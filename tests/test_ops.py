@@ -218,7 +218,7 @@ def test_sampled_operators_equal_the_dense_definition(shape, implementation):
     query, key = query.clone().requires_grad_(), key.clone().requires_grad_()
     cosine = torch.nn.functional.normalize(query, dim=-1) @ torch.nn.functional.normalize(key, dim=-1).mT
     slope = weights * (tau / 2) * (grad @ value.mT)
-    expected = torch.autograd.grad((cosine * slope).sum(), (query, key))
+    expected = *torch.autograd.grad((cosine * slope).sum(), (query, key)), weights.mT @ grad
     got = namespace.sampled_attention_backward(grad, query.detach(), key.detach(), value, *codes, tau)
     torch.testing.assert_close(got, expected)
 

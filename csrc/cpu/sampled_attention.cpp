@@ -1,4 +1,6 @@
 // Sampled attention: every value is added to the bucket of its key, every query reads its bucket.
+#include "sampled_attention.h"
+
 #include "unit_rows.h"
 
 #if defined(__linux__)
@@ -166,11 +168,10 @@ void sampled_forward(const Tensor& query_codes, const Tensor& key_codes, const I
   });
 }
 
-// query, key and the choice of backward matter to autograd only
-std::tuple<Tensor, Tensor> sampled_attention_cpu(const Tensor&, const Tensor&, const Tensor& value,
-                                                 const Tensor& query_codes, const Tensor& key_codes,
-                                                 int64_t hash_code_len, bool, bool unit) {
-  check_all_codes(query_codes, key_codes, value, hash_code_len);
+}  // namespace
+
+std::tuple<Tensor, Tensor> sum_by_buckets(const Tensor& value, const Tensor& query_codes, const Tensor& key_codes,
+                                          int64_t hash_code_len, bool unit) {
   const int64_t B = value.size(0), H = value.size(1), N = query_codes.size(3);
   Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
   Tensor inverse_length = empty_inverse_length(out, unit);
@@ -185,6 +186,16 @@ std::tuple<Tensor, Tensor> sampled_attention_cpu(const Tensor&, const Tensor&, c
   // not before: a task of the kernel has only some columns of a row
   if (unit) scale_to_unit_rows(out, inverse_length);
   return {out, inverse_length};
+}
+
+namespace {
+
+// query, key and the choice of backward matter to autograd only
+std::tuple<Tensor, Tensor> sampled_attention_cpu(const Tensor&, const Tensor&, const Tensor& value,
+                                                 const Tensor& query_codes, const Tensor& key_codes,
+                                                 int64_t hash_code_len, bool, bool unit) {
+  check_all_codes(query_codes, key_codes, value, hash_code_len);
+  return sum_by_buckets(value, query_codes, key_codes, hash_code_len, unit);
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
-// The gradient of sampled attention for query and key, by buckets: linear in the number of rows whatever the data.
+// The gradient of sampled attention, by buckets: linear in the number of rows whatever the data. Of values it is sampled
+// attention from queries to keys.
 #include "buckets.h"
+#include "sampled_attention.h"
 
 namespace yoso {
 namespace {
@@ -330,15 +332,17 @@ void sampled_backward(const InputRows& grad, const InputRows& query, const Input
     parallel_for(0, B * H, 1, add_heads);
 }
 
-std::tuple<Tensor, Tensor> sampled_attention_backward_cpu(const Tensor& grad, const Tensor& query, const Tensor& key,
-                                                          const Tensor& value, const Tensor& query_codes,
-                                                          const Tensor& key_codes, int64_t hash_code_len) {
+std::tuple<Tensor, Tensor, Tensor> sampled_attention_backward_cpu(const Tensor& grad, const Tensor& query,
+                                                                  const Tensor& key, const Tensor& value,
+                                                                  const Tensor& query_codes, const Tensor& key_codes,
+                                                                  int64_t hash_code_len) {
   check_hashed(query, key, value, query_codes, key_codes, hash_code_len);
   check_output(grad, "grad", query, value, query.scalar_type());
   const int64_t B = query.size(0), H = query.size(1), D = query.size(3);
   Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, query.size(2), D));
   Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, key.size(2), D));
-  if (grad_query.numel() == 0 && grad_key.numel() == 0) return {grad_query, grad_key};
+  const Tensor grad_value = std::get<0>(sum_by_buckets(grad, key_codes, query_codes, hash_code_len, false));
+  if (grad_query.numel() == 0 && grad_key.numel() == 0) return {grad_query, grad_key, grad_value};
   dispatch_accumulator(query, [&](auto accumulator) {
     dispatch_codes(query_codes, [&](auto code) {
       sampled_backward<decltype(accumulator), decltype(code)>(InputRows(grad), InputRows(query), InputRows(key),
@@ -346,7 +350,7 @@ std::tuple<Tensor, Tensor> sampled_attention_backward_cpu(const Tensor& grad, co
                                                               OutputRows(grad_query), OutputRows(grad_key));
     });
   });
-  return {grad_query, grad_key};
+  return {grad_query, grad_key, grad_value};
 }
 
 }  // namespace

@@ -614,12 +614,10 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   }
 }
 
-// query, key and the choice of backward matter to autograd only
-std::tuple<Tensor, Tensor> sampled_attention_cuda(const Tensor&, const Tensor&, const Tensor& value,
-                                                  const Tensor& query_codes, const Tensor& key_codes,
-                                                  int64_t hash_code_len, bool, bool unit) {
-  check_all_codes(query_codes, key_codes, value, hash_code_len);
-  const Device device(value);
+}  // namespace
+
+std::tuple<Tensor, Tensor> sum_by_buckets(const Device& device, const Tensor& value, const Tensor& query_codes,
+                                          const Tensor& key_codes, int64_t hash_code_len, bool unit) {
   const Tensor rows = dense_rows(value);
   Tensor out = empty_heads_last(value, value.size(0), value.size(1), query_codes.size(3), value.size(3));
   Tensor inverse_length = empty_inverse_length(out, unit);
@@ -632,6 +630,16 @@ std::tuple<Tensor, Tensor> sampled_attention_cuda(const Tensor&, const Tensor&, 
     });
   }
   return {out, inverse_length};
+}
+
+namespace {
+
+// query, key and the choice of backward matter to autograd only
+std::tuple<Tensor, Tensor> sampled_attention_cuda(const Tensor&, const Tensor&, const Tensor& value,
+                                                  const Tensor& query_codes, const Tensor& key_codes,
+                                                  int64_t hash_code_len, bool, bool unit) {
+  check_all_codes(query_codes, key_codes, value, hash_code_len);
+  return sum_by_buckets(Device(value), value, query_codes, key_codes, hash_code_len, unit);
 }
 
 }  // namespace

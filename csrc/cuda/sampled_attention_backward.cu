@@ -4,6 +4,7 @@
 #include "buckets_any.h"
 #include "buckets_mma.h"
 #include "rows.h"
+#include "sampled_attention.h"
 #include "sampled_attention_pairs.h"
 #include "sort.h"
 #include "tile_rows.h"
@@ -229,20 +230,22 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
   }
 }
 
-std::tuple<Tensor, Tensor> sampled_attention_backward_cuda(const Tensor& grad, const Tensor& query, const Tensor& key,
-                                                           const Tensor& value, const Tensor& query_codes,
-                                                           const Tensor& key_codes, int64_t hash_code_len) {
+std::tuple<Tensor, Tensor, Tensor> sampled_attention_backward_cuda(const Tensor& grad, const Tensor& query,
+                                                                   const Tensor& key, const Tensor& value,
+                                                                   const Tensor& query_codes, const Tensor& key_codes,
+                                                                   int64_t hash_code_len) {
   check_hashed(query, key, value, query_codes, key_codes, hash_code_len);
   check_output(grad, "grad", query, value, query.scalar_type());
   const Device device(value);
   const int64_t B = query.size(0), H = query.size(1), D = query.size(3);
   Tensor grad_query = empty_heads_last(query, B, H, query.size(2), D);
   Tensor grad_key = empty_heads_last(key, B, H, key.size(2), D);
-  if (grad_query.numel() == 0 && grad_key.numel() == 0) return {grad_query, grad_key};
+  const Tensor grad_value = std::get<0>(sum_by_buckets(device, grad, key_codes, query_codes, hash_code_len, false));
+  if (grad_query.numel() == 0 && grad_key.numel() == 0) return {grad_query, grad_key, grad_value};
   if (goes_by_pairs(query, key, value, query_codes.size(2), hash_code_len)) {
     sampled_attention_backward_by_pairs(device, grad, query, key, value, query_codes, key_codes, hash_code_len,
                                         grad_query, grad_key);
-    return {grad_query, grad_key};
+    return {grad_query, grad_key, grad_value};
   }
   const int64_t widest = std::max(D, value.size(3));
   const Tensor grads = tile_rows(grad, widest), queries = tile_rows(query, widest);
@@ -254,7 +257,7 @@ std::tuple<Tensor, Tensor> sampled_attention_backward_cuda(const Tensor& grad, c
   });
   query_output.copy();
   key_output.copy();
-  return {grad_query, grad_key};
+  return {grad_query, grad_key, grad_value};
 }
 
 }  // namespace

@@ -33,7 +33,7 @@ SCHEMAS = {
     "sampled_attention": "(Tensor query, Tensor key, Tensor value, Tensor query_codes, Tensor key_codes, "
     "int hash_code_len, bool expectation_backward, bool unit) -> (Tensor, Tensor)",
     "sampled_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor query_codes, "
-    "Tensor key_codes, int hash_code_len) -> (Tensor, Tensor)",
+    "Tensor key_codes, int hash_code_len) -> (Tensor, Tensor, Tensor)",
     "expectation_attention": "(Tensor query, Tensor key, Tensor value, int hash_code_len, bool exact_backward, "
     "bool unit) -> (Tensor, Tensor)",
     "expectation_attention_backward": "(Tensor grad, Tensor query, Tensor key, Tensor value, int hash_code_len, "
@@ -112,10 +112,6 @@ def _fake_sampled(query, key, value, query_codes, key_codes, hash_code_len, expe
     return _fake_attention(value, query_codes.shape[3], unit)
 
 
-def _fake_sampled_backward(_grad, query, key, *_):
-    return _fake_gradients(query, key)
-
-
 def _fake_expectation(query, key, value, hash_code_len, exact_backward, unit):  # noqa: ARG001
     return _fake_attention(value, query.shape[2], unit)
 
@@ -148,8 +144,8 @@ def _fake_local(_query, _key, value, *_):
     return _empty_heads_last(value, value.shape[2], value.shape[3])
 
 
-# of two operators
-def _fake_exact_backward(_grad, query, key, value, *_):
+# of three operators
+def _fake_backward(_grad, query, key, value, *_):
     return _fake_gradients(query, key, value)
 
 
@@ -181,20 +177,19 @@ def _save_sampled(ctx, inputs, output):
 
 def _sampled_gradients(ctx, grad, _):
     grad, (query, key, value, query_codes, key_codes) = _saved(ctx, grad)
+    needs_rows = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+    if needs_rows and not ctx.expectation_backward:
+        gradients = sampled_attention_backward(grad, query, key, value, query_codes, key_codes, ctx.hash_code_len)
+        return *gradients, None, None, None, None, None
     grad_query = grad_key = grad_value = None
     if ctx.needs_input_grad[2]:
         # the output is linear in value: its transpose adds up by query codes and reads by key codes
         grad_value, _ = sampled_attention(key, query, grad, key_codes, query_codes, ctx.hash_code_len, False, False)
-    if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-        if ctx.expectation_backward:
-            # masked keys, which are in no bucket, must not come back through the exact sum
-            outside = key_codes[:, :, 0, :, None] < 0
-            key, value = key.masked_fill(outside, 0), value.masked_fill(outside, 0)
-            grad_query, grad_key, _ = expectation_attention_backward(grad, query, key, value, ctx.hash_code_len, False)
-        else:
-            grad_query, grad_key = sampled_attention_backward(
-                grad, query, key, value, query_codes, key_codes, ctx.hash_code_len
-            )
+    if needs_rows:
+        # masked keys, which are in no bucket, must not come back through the exact sum
+        outside = key_codes[:, :, 0, :, None] < 0
+        key, value = key.masked_fill(outside, 0), value.masked_fill(outside, 0)
+        grad_query, grad_key, _ = expectation_attention_backward(grad, query, key, value, ctx.hash_code_len, False)
     return grad_query, grad_key, grad_value, None, None, None, None, None
 
 
@@ -280,9 +275,9 @@ def _register() -> torch.library.Library:
         "hash_hadamard": _fake_hash,
         "hash_gaussian": _fake_hash,
         "sampled_attention": _fake_sampled,
-        "sampled_attention_backward": _fake_sampled_backward,
+        "sampled_attention_backward": _fake_backward,
         "expectation_attention": _fake_expectation,
-        "expectation_attention_backward": _fake_exact_backward,
+        "expectation_attention_backward": _fake_backward,
         "softmax_attention": _fake_softmax,
         "softmax_attention_backward": _fake_softmax_backward,
         "sampled_remainder": _fake_remainder,
@@ -290,7 +285,7 @@ def _register() -> torch.library.Library:
         "first_order_attention": _fake_softmax,
         "first_order_attention_backward": _fake_first_order_backward,
         "local_attention": _fake_local,
-        "local_attention_backward": _fake_exact_backward,
+        "local_attention_backward": _fake_backward,
         "unit_rows_backward": _fake_unit_rows_backward,
     }
     for name, schema in SCHEMAS.items():

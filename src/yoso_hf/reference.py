@@ -77,12 +77,14 @@ def sampled_attention_backward(
     query_codes: Tensor,
     key_codes: Tensor,
     hash_code_len: int,
-) -> tuple[Tensor, Tensor]:
-    """Gradient of query and key: the authors' lower bound dp/dx >= (tau / 2) p, with p sampled.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of query and key, by the authors' lower bound dp/dx >= (tau / 2) p, with p sampled, and of value.
 
     For unit rows, grad_query_i = tau / (2 m) grad_i^T (sum of value_j key_j^T over the keys in i's bucket), summed
-    over the hash functions; and the like for keys, with queries and their output's gradient in the bucket.
+    over the hash functions; and the like for keys, with queries and their output's gradient in the bucket. The output
+    is linear in value, whose gradient is the transpose: sampled attention from queries to keys.
     """
+    grad_value, _ = sampled_attention(key, query, grad, key_codes, query_codes, hash_code_len, False, False)
     (query,), (key,) = _zero_masked(query_codes, query), _zero_masked(key_codes, key)
     tensors = _wide_unit_rows(query), _wide_unit_rows(key), _accumulator(grad), _accumulator(value)
     tensors = [x.flatten(0, 1) for x in (*tensors, query_codes, key_codes)]
@@ -97,7 +99,7 @@ def sampled_attention_backward(
         parts.append((grad_q[:-1].view_as(q), grad_k[:-1].view_as(k)))
     grad_query, grad_key = (torch.cat(x).unflatten(0, query.shape[:2]) for x in zip(*parts, strict=True))
     scale = hash_code_len / (2 * query_codes.shape[2])
-    return _through_unit_rows(query, grad_query * scale), _through_unit_rows(key, grad_key * scale)
+    return _through_unit_rows(query, grad_query * scale), _through_unit_rows(key, grad_key * scale), grad_value
 
 
 def expectation_attention(
