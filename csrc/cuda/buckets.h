@@ -1,7 +1,7 @@
 // What the kernels share that find what a bucket adds to the sums of sampled attention's backward.
 #pragma once
 
-#include "rows.h"
+#include "addends.h"
 
 namespace yoso {
 namespace {
@@ -9,18 +9,6 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 // rows of a bucket that are multiplied at a time
 constexpr int kPicked = 16;
-
-// What a row's sum gets from the row's bucket of a hash function, as it is kept until those of all are added up.
-// Float16 has too few exponents.
-template <class In>
-using Addend = std::conditional_t<std::is_same_v<In, BFloat16>, BFloat16, Accumulator<In>>;
-// Those of 16 bits lie as tensor cores leave them. Of 32 columns, four lanes have 8, not neighbours: lane t has columns
-// 2t and 2t + 1 of every 8.
-constexpr int kLaneGroup = 4, kGroupColumns = kLaneGroup * kLaneColumns;
-template <class In>
-__host__ __device__ constexpr int32_t addend_columns(int32_t columns) {
-  return sizeof(Addend<In>) == 2 ? (columns + kGroupColumns - 1) / kGroupColumns * kGroupColumns : columns;
-}
 
 // The queries with the output's gradient, or the keys with the values, of the heads whose codes are sorted.
 template <class In>
@@ -31,9 +19,7 @@ struct Side {
   uint32_t row_bytes, other_bytes;
   // [heads sorted, count]
   Accumulator<In>* inverse_length;
-  // [heads of a launch, count, D] that become the gradient of the rows at length one, and [heads, hashes, count,
-  // addend_columns(D)]
-  Accumulator<In>* sums;
+  // [heads of a launch, hashes, count, addend_columns(D)]
   Addend<In>* addends;
   // [heads sorted, m, count] and [heads sorted, m, table_size + 1], see SortedCodes
   const int32_t *order, *starts;

@@ -12,7 +12,6 @@
 #pragma once
 
 #include "buckets.h"
-#include "mma.h"
 #include "tile_rows.h"
 
 namespace yoso {
@@ -97,59 +96,6 @@ struct Fragments {
     a[1] = rows[1][i][2 * step];
     a[2] = rows[0][i][2 * step + 1];
     a[3] = rows[1][i][2 * step + 1];
-  }
-};
-
-// 16 of the rows that addends are of, a lane's being g and g + 8.
-template <class In>
-struct AddendRows {
-  Addend<In>* addend[2];
-  float inverse_length[2];
-  bool exists[2];
-
-  // Stores the columns of sums, of which a lane has 2t and 2t + 1 of every 8. pair(half, piece) gives what the row
-  // itself has there. All lanes do this.
-  template <int pairs, class Pair>
-  __device__ __forceinline__ void store(uint32_t lane, float (&sums)[pairs][2][4], int columns,
-                                        const Pair& pair) const {
-    const uint32_t t = lane % 4;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const auto sum = [&](int piece) { return &sums[piece / 2][piece % 2][2 * half]; };
-      if constexpr (sizeof(Addend<In>) == 2) {
-        // without what the normalisation's gradient takes away, which may be most of it, and be rounded like the rest
-        uint32_t own[2 * pairs];
-        float parallel = 0;
-#pragma unroll
-        for (int piece = 0; piece < 2 * pairs; ++piece) {
-          own[piece] = pair(half, piece);
-          const float2 x = unpack<In>(own[piece]);
-          parallel += sum(piece)[0] * x.x + sum(piece)[1] * x.y;
-        }
-        parallel += __shfl_xor_sync(kAllLanes, parallel, 1);
-        parallel += __shfl_xor_sync(kAllLanes, parallel, 2);
-        // one after the other: the square of one may leave the range of float32
-        parallel = parallel * inverse_length[half] * inverse_length[half];
-#pragma unroll
-        for (int first = 0; first < 2 * pairs; first += 4) {
-          uint32_t numbers[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float2 x = unpack<In>(own[first + i]);
-            numbers[i] = pack<In>(sum(first + i)[0] - parallel * x.x, sum(first + i)[1] - parallel * x.y);
-          }
-          // nobody reads them soon: what the cache has of rows is to stay there
-          if (exists[half] && 8 * first < columns)
-            __stcs(reinterpret_cast<uint4*>(addend[half] + 8 * first + 8 * t),
-                   make_uint4(numbers[0], numbers[1], numbers[2], numbers[3]));
-        }
-      } else {
-#pragma unroll
-        for (int piece = 0; piece < 2 * pairs; ++piece)
-          if (exists[half] && 8 * piece < columns)
-            *reinterpret_cast<float2*>(addend[half] + 8 * piece + 2 * t) = make_float2(sum(piece)[0], sum(piece)[1]);
-      }
-    }
   }
 };
 

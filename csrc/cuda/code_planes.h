@@ -12,14 +12,21 @@ constexpr int kWordBits = 32;
 // places that a plane has past the last row: no tile ends later
 constexpr int kPadding = 128;
 
-// Of so many rows, how many places a plane has: four at a time are copied.
-__host__ __device__ constexpr int32_t plane_length(int32_t rows) { return (rows + kPadding + 3) / 4 * 4; }
+// Of so many rows, how many places a plane has.
+__host__ __device__ constexpr int32_t plane_length(int32_t rows) { return (rows + kPadding + 31) / 32 * 32; }
+
+// The orders of the places: that of the rows, or one in which those of 32 rows that a lane of a tile on tensor cores
+// has are neighbours: g, g + 8, g + 16 and g + 24.
+enum class PlaneOrder { kRows, kLanes };
+__host__ __device__ constexpr int32_t plane_place(PlaneOrder order, int32_t row) {
+  return order == PlaneOrder::kRows ? row : row / 32 * 32 + row % 8 * 4 + row % 32 / 8;
+}
 
 // planes [B * H, words, tau, plane_length(length)] of codes [B, H, m, length], with the bits of `filler` where there is
 // no hash function and no row.
 template <class Code>
-__global__ void __launch_bounds__(kRowThreads)
-    pack_planes_kernel(const Code* codes, int num_hash, int tau, int length, uint32_t filler, uint32_t* planes) {
+__global__ void __launch_bounds__(kRowThreads) pack_planes_kernel(const Code* codes, int num_hash, int tau, int length,
+                                                                  uint32_t filler, PlaneOrder order, uint32_t* planes) {
   const int padded = plane_length(length), blocks = (padded + kRowThreads - 1) / kRowThreads;
   const int words = (num_hash + kWordBits - 1) / kWordBits;
   const int row = blockIdx.x % blocks * kRowThreads + threadIdx.x, line = blockIdx.x / blocks;
@@ -31,7 +38,7 @@ __global__ void __launch_bounds__(kRowThreads)
     const bool exists = first + hash < num_hash && row < length;
     bits[hash] = exists ? codes[(int64_t{line / words} * num_hash + first + hash) * length + row] : filler;
   }
-  planes += int64_t{line} * tau * padded + row;
+  planes += int64_t{line} * tau * padded + plane_place(order, row);
   for (int bit = 0; bit < tau; ++bit) {
     uint32_t plane = 0;
 #pragma unroll
@@ -71,24 +78,10 @@ struct PairedCodes {
     return side.planes + batch_head * planes() * plane_length(side.length) + row;
   }
 
-  // `from` and how many hash functions agree, of rows that have codes, whose planes are so many places long. The others
-  // begin at an even place.
-  template <class Place, int n>
-  __device__ __forceinline__ void count_equal(const uint32_t* my_plane, int32_t my_length, const uint32_t* other_plane,
-                                              int32_t other_length, int from, int (&equal)[n][4]) const {
-    const auto compare_plane = [&](bool is_first, uint32_t(&differ)[n][4]) {
-#pragma unroll
-      for (int i = 0; i < n * 4; i += 2) {
-        const uint2 pair = *reinterpret_cast<const uint2*>(other_plane + Place::other(i / 4, i % 4));
-        const uint32_t bits[] = {my_plane[Place::row(i / 4, i % 4)] ^ pair.x,
-                                 my_plane[Place::row(i / 4, i % 4 + 1)] ^ pair.y};
-#pragma unroll
-        for (int of = 0; of < 2; ++of)
-          differ[i / 4][i % 4 + of] = is_first ? bits[of] : differ[i / 4][i % 4 + of] | bits[of];
-      }
-      my_plane += my_length;
-      other_plane += other_length;
-    };
+  // `from` and how many hash functions agree, of pairs of rows that have codes. compare_plane(is_first, differ) adds to
+  // differ what differs in a plane, one plane after the other; the first of a word it sets differ to.
+  template <int n, class ComparePlane>
+  __device__ __forceinline__ void count_equal(int from, const ComparePlane& compare_plane, int (&equal)[n][4]) const {
     const auto compare_word = [&](bool is_first) {
       uint32_t differ[n][4];
       compare_plane(true, differ);
@@ -107,14 +100,14 @@ struct PairedCodes {
   }
 };
 
-inline Tensor pack_planes(const Device& device, const Tensor& codes, int tau, uint32_t filler) {
+inline Tensor pack_planes(const Device& device, const Tensor& codes, int tau, uint32_t filler, PlaneOrder order) {
   const int64_t B = codes.size(0), H = codes.size(1), m = codes.size(2);
   const int32_t length = count_of(codes.size(3), "rows"), padded = plane_length(length);
   const int64_t lines = B * H * divide_up(m, kWordBits);
   Tensor planes = empty_tensor(codes, {lines, tau, padded}, ScalarType::Int);
   dispatch_codes(codes, [&](auto code) {
     launch(device, pack_planes_kernel<decltype(code)>, lines * divide_up(padded, kRowThreads), kRowThreads, 0,
-           static_cast<const decltype(code)*>(codes.const_data_ptr()), static_cast<int>(m), tau, length, filler,
+           static_cast<const decltype(code)*>(codes.const_data_ptr()), static_cast<int>(m), tau, length, filler, order,
            static_cast<uint32_t*>(planes.mutable_data_ptr()));
   });
   return planes;
@@ -123,13 +116,14 @@ inline Tensor pack_planes(const Device& device, const Tensor& codes, int tau, ui
 // The planes of codes [B, H, m, N] and [B, H, m, M], "mine" being the queries' side.
 class CodePlanes {
  public:
-  CodePlanes(const Device& device, const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len)
+  CodePlanes(const Device& device, const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
+             PlaneOrder order)
       : tau_(static_cast<int>(hash_code_len)),
         query_codes_(query_codes),
         key_codes_(key_codes),
         // fillers that differ: functions that there are not never agree
-        query_planes_(pack_planes(device, query_codes, tau_, 0)),
-        key_planes_(pack_planes(device, key_codes, tau_, 1)) {}
+        query_planes_(pack_planes(device, query_codes, tau_, 0, order)),
+        key_planes_(pack_planes(device, key_codes, tau_, 1, order)) {}
 
   PairedCodes pairs() const {
     return {side(query_codes_, query_planes_), side(key_codes_, key_planes_),

@@ -129,6 +129,12 @@ __device__ __forceinline__ uint32_t unknown(uint32_t number) {
   return number;
 }
 
+template <class T>
+__device__ __forceinline__ T* unknown(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
 // A row of rows that lie row_bytes apart: the address takes one instruction.
 template <class T>
 __device__ __forceinline__ T* row_at(T* rows, uint32_t row, uint32_t row_bytes) {

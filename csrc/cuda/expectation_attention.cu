@@ -5,9 +5,8 @@ namespace yoso {
 namespace {
 
 struct AllPairs {
-  static constexpr bool kMasksRows = false, kPositive = true, kTakesCosines = true;
-  static constexpr int kSumOthers = 64, kWarpRows = 16;
-  template <class In>
+  static constexpr bool kMasksRows = false, kPositive = true;
+  static constexpr int kSumOthers = 64;
   static constexpr int kBlocks = 0;
   int tau;
   bool exact;

@@ -7,9 +7,8 @@ namespace {
 
 // The pairs of positions at most `window` apart, their weights p less the share of equal codes.
 struct NearPairs {
-  static constexpr bool kMasksRows = true, kPositive = false, kTakesCosines = true;
-  static constexpr int kSumOthers = 32, kWarpRows = 16;
-  template <class In>
+  static constexpr bool kMasksRows = true, kPositive = false;
+  static constexpr int kSumOthers = 32;
   static constexpr int kBlocks = 3;
   PairedCodes codes;
   int window;
@@ -21,7 +20,7 @@ struct NearPairs {
     return codes.is_real(batch_head, row);
   }
   __device__ Range near(int64_t first, int64_t last, int64_t count) const {
-    // from an even one on, see count_equal
+    // from an even one on, see weigh
     return {first > window ? (first - window) / 2 * 2 : 0, last + window < count ? last + window : count};
   }
 
@@ -38,11 +37,24 @@ struct NearPairs {
     }
     // before, as the cosines are not needed then
     kernel_weights<typename Place::Weight>(signed_as, x, codes.tau);
+    const uint32_t* my_plane = codes.plane_of(codes.mine, place.batch_head, place.first_row);
+    const uint32_t* other_plane = codes.plane_of(codes.others, place.batch_head, place.first_other);
+    const int32_t my_length = plane_length(codes.mine.length), other_length = plane_length(codes.others.length);
     int equal[n][4];
-    codes.template count_equal<Place>(codes.plane_of(codes.mine, place.batch_head, place.first_row),
-                                      plane_length(codes.mine.length),
-                                      codes.plane_of(codes.others, place.batch_head, place.first_other),
-                                      plane_length(codes.others.length), 0, equal);
+    const auto compare_plane = [&](bool is_first, uint32_t(&differ)[n][4]) {
+#pragma unroll
+      for (int i = 0; i < n * 4; i += 2) {
+        const uint2 pair = *reinterpret_cast<const uint2*>(other_plane + Place::other(i / 4, i % 4));
+        const uint32_t bits[] = {my_plane[Place::row(i / 4, i % 4)] ^ pair.x,
+                                 my_plane[Place::row(i / 4, i % 4 + 1)] ^ pair.y};
+#pragma unroll
+        for (int of = 0; of < 2; ++of)
+          differ[i / 4][i % 4 + of] = is_first ? bits[of] : differ[i / 4][i % 4 + of] | bits[of];
+      }
+      my_plane += my_length;
+      other_plane += other_length;
+    };
+    codes.count_equal(0, compare_plane, equal);
     const T share = T{1} / codes.num_hash;
 #pragma unroll
     for (int i = 0; i < n * 4; ++i) {
@@ -76,7 +88,7 @@ Tensor local_attention_cuda(const Tensor& query, const Tensor& key, const Tensor
   check_near(query, key, value, query_codes, key_codes, hash_code_len, window);
   const Device device(value);
   Tensor out = empty_heads_last(value, value.size(0), value.size(1), value.size(2), value.size(3));
-  const CodePlanes planes(device, query_codes, key_codes, hash_code_len);
+  const CodePlanes planes(device, query_codes, key_codes, hash_code_len, PlaneOrder::kRows);
   attention_forward(device, near_pairs(planes, query.size(2), window), query, key, value, false, out, out);
   return out;
 }
@@ -92,7 +104,7 @@ std::tuple<Tensor, Tensor, Tensor> local_attention_backward_cuda(const Tensor& g
   Tensor grad_query = empty_heads_last(query, B, H, N, query.size(3));
   Tensor grad_key = empty_heads_last(key, B, H, N, key.size(3));
   Tensor grad_value = empty_heads_last(value, B, H, N, value.size(3));
-  const CodePlanes planes(device, query_codes, key_codes, hash_code_len);
+  const CodePlanes planes(device, query_codes, key_codes, hash_code_len, PlaneOrder::kRows);
   attention_backward(device, near_pairs(planes, N, window), grad, query, key, value, grad_query, grad_key, grad_value);
   return {grad_query, grad_key, grad_value};
 }

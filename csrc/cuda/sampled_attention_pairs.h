@@ -7,8 +7,8 @@
 
 namespace yoso {
 
-// Whether the backward goes by pairs, which it can for 16-bit rows of up to 128 columns and 48 bits of 32 codes. Where
-// this is not to choose, YOSO_CUDA_BACKWARD says "pairs" or "buckets".
+// Whether the backward goes by pairs, which it can for bfloat16 rows of up to 128 columns and 32 bits of 32 codes.
+// Where this is not to choose, YOSO_CUDA_BACKWARD says "pairs" or "buckets".
 bool goes_by_pairs(const Tensor& query, const Tensor& key, const Tensor& value, int64_t num_hash,
                    int64_t hash_code_len);
 
@@ -16,6 +16,6 @@ bool goes_by_pairs(const Tensor& query, const Tensor& key, const Tensor& value, 
 void sampled_attention_backward_by_pairs(const Device& device, const Tensor& grad, const Tensor& query,
                                          const Tensor& key, const Tensor& value, const Tensor& query_codes,
                                          const Tensor& key_codes, int64_t hash_code_len, const Tensor& grad_query,
-                                         const Tensor& grad_key);
+                                         const Tensor& grad_key, const Tensor& grad_value);
 
 }  // namespace yoso

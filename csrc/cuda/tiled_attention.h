@@ -6,10 +6,8 @@
 // pairs to say:
 //     swapped()                       the pairs with the sides swapped
 //     kSumOthers                      others in a tile of up to 64 columns, by the registers that weigh takes
-//     kWarpRows                       rows that a warp has for slopes, of up to 64 columns, likewise: 16 or 32
 //     kBlocks                         blocks that are to run at a time for slopes alone, of up to 64 columns, or 0 for
 //                                     as many as the compiler comes to
-//     kTakesCosines                   whether slopes takes cosines, and gives weights; if not, see CollidingPairs
 //     kMasksRows                      whether rows may have no weight, whatever stands in them
 //     kPositive                       whether no weight is negative
 //     is_real(batch_head, row, inverse_length)
@@ -108,11 +106,9 @@ class Launcher {
     const Rows<In> to = mutable_rows_of<In>(out);
     with_columns([&](auto columns) {
       if constexpr (kIsForTensorCores<In>) {
-        using Place = GradientPlace<In, columns(), Pairs>;
-        size_t beside = 0;
-        if constexpr (!Pairs::kTakesCosines) beside = pairs.template shared_bytes<Place>();
-        launch(device_, gradient_mma_kernel<In, columns(), false, Pairs>, blocks<Place>(mine), Place::kBlockThreads,
-               sizeof(MmaShared<Place, true>) + beside, mine, others, sizes_, pairs, to, Rows<In>{});
+        using Place = GradientPlace<In, columns()>;
+        launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<In, columns(), false, Pairs>, mine, others,
+                                                    pairs, to, Rows<In>{});
       } else {
         constexpr int n = kPairRows<columns()>;
         launch_tiles<Place<n>, Shared<In>>(gradient_kernel<In, n, columns() / kTile, Pairs>, mine, others, pairs, to);
@@ -126,7 +122,7 @@ class Launcher {
     if constexpr (kIsForTensorCores<In>) {
       // computes the weights once for both
       with_columns([&](auto columns) {
-        using Place = GradientPlace<In, columns(), Pairs>;
+        using Place = GradientPlace<In, columns()>;
         launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<In, columns(), true, Pairs>, mine, others,
                                                     pairs, mutable_rows_of<In>(out), mutable_rows_of<In>(out_values));
       });

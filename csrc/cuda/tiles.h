@@ -33,12 +33,10 @@ struct Sizes {
 struct Block {
   int64_t batch_head, batch, head, first, last;
 
-  __device__ Block(int64_t heads, int64_t count, int rows = kTile) {
-    const int64_t tiles = (count + rows - 1) / rows;
-    batch_head = blockIdx.x / tiles;
-    batch = batch_head / heads;
-    head = batch_head % heads;
-    first = blockIdx.x % tiles * rows;
+  __device__ Block(int64_t heads, int64_t count, int rows = kTile)
+      : Block(heads, count, rows, blockIdx.x / ((count + rows - 1) / rows), blockIdx.x % ((count + rows - 1) / rows)) {}
+  __device__ Block(int64_t heads, int64_t count, int rows, int64_t batch_head, int64_t tile)
+      : batch_head(batch_head), batch(batch_head / heads), head(batch_head % heads), first(tile * rows) {
     last = first + rows < count ? first + rows : count;
   }
 };

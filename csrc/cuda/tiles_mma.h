@@ -1,6 +1,6 @@
 // The kernels of tiled_attention.h on tensor cores, for 16-bit rows of up to kMaxMmaColumns columns whose pieces of 16
-// bytes are aligned: a warp has 16 of the block's rows, or twice as many, for which others are loaded from shared
-// memory half as often. The rows' products are those of the rows as they are, scaled afterwards.
+// bytes are aligned: a warp has 16 of the block's rows. The rows' products are those of the rows as they are, scaled
+// afterwards.
 #pragma once
 
 #include <cfloat>
@@ -17,7 +17,8 @@ constexpr int kFewOthers = 64;
 
 __device__ __forceinline__ int warp_lane() { return threadIdx.x % kWarp; }
 
-// Of a thread's n x 4 pairs, as many of the n are of each 16 rows of its warp.
+// Of a thread's n x 4 pairs, as many of the n are of each 16 rows of its warp. With 32 rows, a warp loads others from
+// shared memory half as often.
 template <class In_, int rows, int others, int columns, int rows_of_warp = 16>
 struct MmaPlace {
   using In = In_;
@@ -42,10 +43,8 @@ struct MmaPlace {
 template <class In, int columns, class Pairs>
 using SumPlace = MmaPlace<In, 8192 / columns, Pairs::kSumOthers * 64 / columns, columns>;
 // and registers to the gradient's sums
-template <int columns, class Pairs>
-constexpr int kGradientRows = columns <= 64 ? Pairs::kWarpRows : 16;
-template <class In, int columns, class Pairs>
-using GradientPlace = MmaPlace<In, kGradientRows<columns, Pairs> * 4, 32, columns, kGradientRows<columns, Pairs>>;
+template <class In, int columns>
+using GradientPlace = MmaPlace<In, 64, 32, columns>;
 
 // float16 has few exponents: rows are scaled by the power of two in their inverse length
 template <class In>
@@ -78,10 +77,12 @@ struct MmaTile {
   }
 };
 
-// Copies tile after tile of a side, from row `first` on. A thread has some pieces of each, of the same rows.
-template <class Place>
+// Copies tile after tile of `count` rows of a side, from row `first` on. A thread has some pieces of each, of the same
+// rows. Where rows may be masked, it can know ahead which of the next tile are, so that no copy waits for that.
+template <class Place, int count, bool masks, bool ahead = false>
 class MmaReader {
   using In = typename Place::In;
+  static constexpr int kSteps = (count - 1) / Place::kRowsOfStep + 1;
 
  public:
   __device__ MmaReader(const Side<In>& side, const Block& block, const Sizes& sizes, int64_t first)
@@ -93,15 +94,16 @@ class MmaReader {
     rows_ = side.rows.at(block.batch, block.head, first + row) + column;
     values_ = side.values.at(block.batch, block.head, first + row) + column;
     factors_ = side.factors + block.batch_head * side.count + first;
+    look_ahead();
   }
 
   // Starts to copy the next tile; 0 past the last row and column, and where a row has no weight.
-  template <class Pairs, int count, bool with_values>
+  template <bool with_values>
   __device__ __forceinline__ void copy(MmaTile<Place, count, with_values>& to) {
 #pragma unroll
-    for (int r = 0; r < count; r += Place::kRowsOfStep) {
-      const int row = threadIdx.x / Place::kPieces + r;
-      const bool masked = Pairs::kMasksRows && row < left_ && factors_[row] == kMasked;
+    for (int step = 0; step < kSteps; ++step) {
+      const int r = step * Place::kRowsOfStep;
+      const bool masked = masks && (ahead ? next_factors_[step] : factor_of(step)) == kMasked;
       copy_ahead<16>(to.rows + place_ + r * Place::kStride, rows_, masked || r >= rows_left_);
       rows_ += Place::kRowsOfStep * side_.rows.row_stride;
       if constexpr (with_values) {
@@ -115,13 +117,25 @@ class MmaReader {
     left_ -= count;
     rows_left_ -= count;
     values_left_ -= count;
+    look_ahead();
   }
 
  private:
+  __device__ __forceinline__ float factor_of(int step) const {
+    const int row = threadIdx.x / Place::kPieces + step * Place::kRowsOfStep;
+    return row < left_ ? __ldg(factors_ + row) : 0;
+  }
+  __device__ __forceinline__ void look_ahead() {
+    if constexpr (ahead)
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) next_factors_[step] = factor_of(step);
+  }
+
   const Side<In>& side_;
   int left_, rows_left_, values_left_, place_;
   const In *rows_, *values_;
   const float* factors_;
+  float next_factors_[kSteps];
 };
 
 // The block's rows, and two tiles of others: one is on its way while the other is multiplied.
@@ -132,15 +146,14 @@ struct MmaShared {
 };
 
 // Copies the block's rows, and one tile of others after the other, for which it calls use(first, i), i being where of
-// shared.tiles. What copy_beside(first, i) starts to copy for a tile is there then too, and what was before.
-template <class Pairs, class Place, bool with_values, class In, class CopyBeside, class Use>
+// shared.tiles.
+template <class Pairs, class Place, bool with_values, class In, class Use>
 __device__ __forceinline__ void for_tiles(MmaShared<Place, with_values>& shared, const Side<In>& mine,
                                           const Side<In>& others, const Block& block, const Sizes& sizes,
-                                          const Range& range, const CopyBeside& copy_beside, const Use& use) {
-  MmaReader<Place>(mine, block, sizes, block.first).template copy<Pairs>(shared.mine);
-  MmaReader<Place> reader(others, block, sizes, range.begin);
-  reader.template copy<Pairs>(shared.tiles[0]);
-  copy_beside(static_cast<int>(range.begin), 0);
+                                          const Range& range, const Use& use) {
+  MmaReader<Place, Place::kRows, Pairs::kMasksRows>(mine, block, sizes, block.first).copy(shared.mine);
+  MmaReader<Place, Place::kOthers, Pairs::kMasksRows> reader(others, block, sizes, range.begin);
+  reader.copy(shared.tiles[0]);
   if constexpr (kScalesRows<In>) {
     wait_for_copies();
     shared.mine.scale(mine, block, block.first);
@@ -153,10 +166,7 @@ __device__ __forceinline__ void for_tiles(MmaShared<Place, with_values>& shared,
     if constexpr (kScalesRows<In>) shared.tiles[current].scale(others, block, first);
     // for all threads' copies, and until those before have been read
     __syncthreads();
-    if (first + Place::kOthers < end) {
-      reader.template copy<Pairs>(shared.tiles[current ^ 1]);
-      copy_beside(first + Place::kOthers, current ^ 1);
-    }
+    if (first + Place::kOthers < end) reader.copy(shared.tiles[current ^ 1]);
     use(first, current);
   }
   // where there was no other
@@ -265,28 +275,24 @@ constexpr float kWeightScale = std::is_same_v<In, Half> ? 32768 : 1;
 
 // Scales a tile's slopes for float16 by a power of two for each row, such that the largest so far is below 2^15, and
 // takes the sums along.
-template <class Place, int n>
-__device__ __forceinline__ void scale_into_range(float (&slopes)[n][4], float (&scale)[Place::kParts][2],
-                                                 MmaSums<Place>& sums) {
-  constexpr int kOtherTiles = n / Place::kParts;
+template <int n, int columns>
+__device__ __forceinline__ void scale_into_range(float (&slopes)[n][4], float (&scale)[2], float (&sums)[columns][4]) {
 #pragma unroll
-  for (int row = 0; row < Place::kParts * 2; ++row) {
-    const int part = row / 2, half = row % 2;
+  for (int half = 0; half < 2; ++half) {
     float largest = 0;
 #pragma unroll
-    for (int i = 0; i < kOtherTiles * 2; ++i)
-      largest = fmaxf(largest, fabsf(slopes[part * kOtherTiles + i / 2][half * 2 + i % 2]));
+    for (int i = 0; i < n * 2; ++i) largest = fmaxf(largest, fabsf(slopes[i / 2][half * 2 + i % 2]));
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
     // 2^14 over the power of two in it
     const int exponent = 254 + 14 - (__float_as_int(largest) >> 23);
-    const float next = fminf(scale[part][half], __int_as_float((exponent < 254 ? exponent : 254) << 23));
-    const float ratio = next / scale[part][half];
+    const float next = fminf(scale[half], __int_as_float((exponent < 254 ? exponent : 254) << 23));
+    const float ratio = next / scale[half];
 #pragma unroll
-    for (int i = 0; i < Place::kColumns / 4; ++i) sums[part][i / 2][half * 2 + i % 2] *= ratio;
+    for (int i = 0; i < columns * 2; ++i) sums[i / 2][half * 2 + i % 2] *= ratio;
 #pragma unroll
-    for (int i = 0; i < kOtherTiles * 2; ++i) slopes[part * kOtherTiles + i / 2][half * 2 + i % 2] *= next;
-    scale[part][half] = next;
+    for (int i = 0; i < n * 2; ++i) slopes[i / 2][half * 2 + i % 2] *= next;
+    scale[half] = next;
   }
 }
 
@@ -315,8 +321,7 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
   auto& sums = parts[0];
   float weight_sum[2] = {}, rounded_sum[4] = {};
   const bool few = count <= kFewOthers;
-  const auto nothing = [](int, int) {};
-  for_tiles<Pairs>(shared, mine, others, block, sizes, range, nothing, [&](int first, int current) {
+  for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](int first, int current) {
     const auto& tile = shared.tiles[current];
     float cosines[kOthers / 8][4], weights[kOthers / 8][4];
     multiply_mma<Place>(shared.mine.rows, tile.rows, cosines);
@@ -372,79 +377,68 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
   }
 }
 
+// Takes half of a thread's sums, the gradient of a row of length one, through the normalisation, but for the row's
+// inverse length. `row` is the row from the thread's first column on, and factor what it takes to length one.
+template <class In, int n>
+__device__ __forceinline__ void take_through_unit_row(const In* row, float factor, int half, float (&sums)[n][4]) {
+  float along = 0;
+#pragma unroll
+  for (int i = 0; i < n * 2; ++i)
+    along += sums[i / 2][half * 2 + i % 2] * (static_cast<float>(row[i / 2 * 8 + i % 2]) * factor);
+  along = quad_sum(along);
+#pragma unroll
+  for (int i = 0; i < n * 2; ++i)
+    sums[i / 2][half * 2 + i % 2] -= along * (static_cast<float>(row[i / 2 * 8 + i % 2]) * factor);
+}
+
 // gradient_kernel on tensor cores; with the gradient of my values too, where there is a place for it
 template <class In, int columns, bool with_values, class Pairs>
-__global__ void __launch_bounds__(GradientPlace<In, columns, Pairs>::kBlockThreads,
-                                  columns > 64 || with_values ? 0 : Pairs::template kBlocks<In>)
+__global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads,
+                                  columns > 64 || with_values ? 0 : Pairs::kBlocks)
     gradient_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out, Rows<In> out_values) {
-  using Place = GradientPlace<In, columns, Pairs>;
-  constexpr int kOthers = Place::kOthers, kPairs = Place::kParts * kOthers / 8;
+  using Place = GradientPlace<In, columns>;
+  constexpr int kOthers = Place::kOthers;
   auto& shared = *shared_memory<MmaShared<Place, true>>();
   const Block block(sizes.heads, mine.count, Place::kRows);
   const Range range = pairs.near(block.first, block.last, others.count);
   const int count = static_cast<int>(others.count), first_row = static_cast<int>(block.first);
-  MmaSums<Place> sums = {}, value_sums = {};
-  float scale[Place::kParts][2];
+  MmaSums<Place> parts = {}, value_parts = {};
+  auto& sums = parts[0];
   // the largest power of two, since nothing was added yet
-#pragma unroll
-  for (int i = 0; i < Place::kParts * 2; ++i) scale[i / 2][i % 2] = 0x1p127f;
+  float scale[2] = {0x1p127f, 0x1p127f};
   const bool few = count <= kFewOthers;
-  static_assert(sizeof(shared) % kPieceBytes == 0, "what lies beside is copied in pieces");
-  uint32_t* const beside = reinterpret_cast<uint32_t*>(&shared + 1);
-  if constexpr (!Pairs::kTakesCosines) pairs.copy_mine(Place{block.batch_head, first_row, 0}, beside);
-  const auto copy_beside = [&](int first, int current) {
-    if constexpr (!Pairs::kTakesCosines) pairs.copy_others(Place{block.batch_head, first_row, first}, beside, current);
-  };
-  for_tiles<Pairs>(shared, mine, others, block, sizes, range, copy_beside, [&](int first, int current) {
+  for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](int first, int current) {
     const auto& tile = shared.tiles[current];
-    float cosines[kPairs][4], weights[kPairs][4], products[kPairs][4];
-    if constexpr (Pairs::kTakesCosines) {
-      multiply_mma<Place>(shared.mine.rows, tile.rows, cosines);
-      take_versines<Place>(cosines, shared.mine.factors, tile.factors, weights);
-      multiply_mma<Place>(shared.mine.values, tile.values, products);
-      pairs.slopes(Place{block.batch_head, first_row, first}, cosines, weights, products);
+    float cosines[kOthers / 8][4], weights[kOthers / 8][4], products[kOthers / 8][4];
+    multiply_mma<Place>(shared.mine.rows, tile.rows, cosines);
+    take_versines<Place>(cosines, shared.mine.factors, tile.factors, weights);
+    multiply_mma<Place>(shared.mine.values, tile.values, products);
+    pairs.slopes(Place{block.batch_head, first_row, first}, cosines, weights, products);
 #pragma unroll
-      for (int i = 0; i < kPairs * 4; ++i) products[i / 4][i % 4] *= tile.factors[Place::other(i / 4, i % 4)];
-    } else {
-      pairs.template slopes<Place>(beside, current, tile.factors, weights);
-      multiply_mma<Place>(shared.mine.values, tile.values, products);
-#pragma unroll
-      for (int i = 0; i < kPairs * 4; ++i) products[i / 4][i % 4] *= weights[i / 4][i % 4];
-    }
-    if constexpr (std::is_same_v<In, Half>) scale_into_range<Place>(products, scale, sums);
-    uint32_t rounded[kPairs / 2][4];
-    add_weighted_mma<Place>(products, tile.rows, few, sums, rounded);
+    for (int i = 0; i < kOthers / 2; ++i) products[i / 4][i % 4] *= tile.factors[Place::other(i / 4, i % 4)];
+    if constexpr (std::is_same_v<In, Half>) scale_into_range(products, scale, sums);
+    uint32_t rounded[kOthers / 16][4];
+    add_weighted_mma<Place>(products, tile.rows, few, parts, rounded);
     if constexpr (with_values) {
 #pragma unroll
-      for (int i = 0; i < kPairs * 4; ++i) weights[i / 4][i % 4] *= kWeightScale<In>;
-      add_weighted_mma<Place>(weights, tile.values, few, value_sums, rounded);
+      for (int i = 0; i < kOthers / 2; ++i) weights[i / 4][i % 4] *= kWeightScale<In>;
+      add_weighted_mma<Place>(weights, tile.values, few, value_parts, rounded);
     }
   });
   const float slope_scale = pairs.template slope_scale<float>();
 #pragma unroll
-  for (int i = 0; i < Place::kParts * 2; ++i) {
-    const int part = i / 2, half = i % 2;
-    float(&row_sums)[columns / 8][4] = sums[part];
-    const int tile_row = Place::row(part * kOthers / 8, half * 2);
+  for (int half = 0; half < 2; ++half) {
+    const int tile_row = Place::row(0, half * 2), row = first_row + tile_row;
     const float my_factor = shared.mine.factors[tile_row];
-    const In* from = shared.mine.rows + tile_row * Place::kStride + Place::other(0, 0);
-    const float factor = std::is_same_v<In, Half> ? slope_scale / scale[part][half] : slope_scale;
+    const float factor = std::is_same_v<In, Half> ? slope_scale / scale[half] : slope_scale;
 #pragma unroll
-    for (int i = 0; i < columns / 4; ++i) row_sums[i / 2][half * 2 + i % 2] *= factor;
-    float along = 0;
-#pragma unroll
-    for (int i = 0; i < columns / 4; ++i)
-      along += row_sums[i / 2][half * 2 + i % 2] * (static_cast<float>(from[i / 2 * 8 + i % 2]) * my_factor);
-    along = quad_sum(along);
-#pragma unroll
-    for (int i = 0; i < columns / 4; ++i)
-      row_sums[i / 2][half * 2 + i % 2] -= along * (static_cast<float>(from[i / 2 * 8 + i % 2]) * my_factor);
-    const int row = first_row + tile_row;
+    for (int i = 0; i < columns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= factor;
+    take_through_unit_row(shared.mine.rows + tile_row * Place::kStride + Place::other(0, 0), my_factor, half, sums);
     if (row < mine.count) {
-      store_row(out.at(block.batch, block.head, row), row_sums, half, mine.factors[block.batch_head * mine.count + row],
+      store_row(out.at(block.batch, block.head, row), sums, half, mine.factors[block.batch_head * mine.count + row],
                 sizes.columns);
       if constexpr (with_values)
-        store_row(out_values.at(block.batch, block.head, row), value_sums[part], half,
+        store_row(out_values.at(block.batch, block.head, row), value_parts[0], half,
                   Pairs::kMasksRows && my_factor == kMasked ? 0 : 1 / kWeightScale<In>, sizes.value_columns);
     }
   }

@@ -249,7 +249,8 @@ class Function:
             arguments = [f"flushed({argument})" for argument in arguments]
         if "approx" in modifiers and kind == "float":
             # of double, the others are first guesses, of which nvcc's code makes exact results
-            return self.assign(operands[0], f"approximation({function}(double{{{arguments[0]}}}))", kind)
+            doubles = ", ".join(f"double{{{argument}}}" for argument in arguments)
+            return self.assign(operands[0], f"approximation({function}({doubles}))", kind)
         return self.assign(operands[0], f"{function}({', '.join(arguments)})", result)
 
     # The others, by the names of instructions.
