@@ -106,8 +106,8 @@ assert_as_accurate_as_pytorch(inputs.remainder, torch.float32)
 
 
 @needs_emulator
-def test_hash_functions_for_which_a_launch_has_no_room_are_added_in_the_next(emulated_kernels):
-    """Of some heads, or of one, or some of one."""
+def test_addends_for_which_a_launch_has_no_room_are_added_in_the_next(emulated_kernels):
+    """Those of some heads, or of one, or some of one."""
     code = """
 import os
 from test_kernels import Inputs, assert_as_accurate_as_pytorch
@@ -117,6 +117,10 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for heads, rows, columns, num_hash in ((5, 31, 8, 3), (1, 31, 16, 6), (3, 40, 40, 5), (2, 150, 64, 9)):
         inputs = Inputs("random", (1, heads, rows, rows + 3, columns, columns, num_hash, 3), dtype)
         assert_as_accurate_as_pytorch(inputs.sampled, dtype)
+os.environ["YOSO_CUDA_BACKWARD"] = "pairs"
+for heads, queries, keys, columns in ((5, 31, 34, 8), (3, 70, 130, 64), (2, 40, 700, 40), (1, 33, 350, 128)):
+    inputs = Inputs("random", (1, heads, queries, keys, columns, columns, 3, 3), torch.bfloat16)
+    assert_as_accurate_as_pytorch(inputs.sampled, torch.bfloat16)
 """
     run_emulated(emulated_kernels, code, cache="1024", watch="races")
 

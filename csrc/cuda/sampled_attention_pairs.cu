@@ -27,7 +27,6 @@ constexpr int kQueries = 64;
 
 // The pairs whose codes are equal by some hash functions: each has so many times the weight.
 struct CollidingPairs {
-  static constexpr bool kMasksRows = true;
   // so that there is shared memory for them on every GPU
   static constexpr int kMostPlanes = 32;
   PairedCodes codes;
@@ -87,12 +86,8 @@ struct CollidingPairs {
   }
 
  private:
-  template <class Place>
-  __device__ __forceinline__ uint32_t* other_planes(uint32_t* shared, int tile) const {
-    return shared + codes.planes() * (Place::kRows + tile * Place::kOthers);
-  }
-  template <class Place>
-  __device__ __forceinline__ const uint32_t* other_planes(const uint32_t* shared, int tile) const {
+  template <class Place, class Word>
+  __device__ __forceinline__ Word* other_planes(Word* shared, int tile) const {
     return shared + codes.planes() * (Place::kRows + tile * Place::kOthers);
   }
   template <class Place, int count>
@@ -180,6 +175,7 @@ __global__ void __launch_bounds__(PairsPlace<columns>::kBlockThreads, 2)
   auto& memory = *shared_memory<PairsMemory<Place>>();
   auto& mine = memory.tiles.mine;
   static_assert(sizeof(memory) % kPieceBytes == 0, "what lies behind is copied in pieces");
+  static_assert(Place::kBlockThreads / kWarp * 16 == kQueries, "16 queries a warp");
   uint32_t* const planes = reinterpret_cast<uint32_t*>(&memory + 1);
   const int count = static_cast<int>(queries.count);
   const auto make_block = [&](uint32_t number) {
@@ -261,7 +257,7 @@ __global__ void __launch_bounds__(PairsPlace<columns>::kBlockThreads, 2)
 // `resident` run at a time.
 int64_t heads_of_launch(int64_t heads, int64_t most, int64_t blocks, int64_t resident) {
   if (most >= heads) return heads;
-  const auto waves = [&](int64_t heads) { return divide_up(heads * blocks, resident); };
+  const auto waves = [&](int64_t count) { return divide_up(count * blocks, resident); };
   int64_t best = 1, least = INT64_MAX;
   for (int64_t some = std::max<int64_t>(most - resident, 1); some <= most; ++some) {
     const int64_t all = heads / some * waves(some) + waves(heads % some);
