@@ -19,7 +19,7 @@ namespace {
 // long both ways with 32 hash functions of 9 bits. Rows that are less random take longer by buckets.
 constexpr double kPairCost = 19, kBucketCost = 2800;
 
-// A warp has 32 keys, or 16 where rows are wide, for which a tile of queries is loaded half as often.
+// A warp has 32 keys, for which a tile of queries is loaded half as often as for 16, or these where rows are wide.
 template <int columns>
 using PairsPlace = MmaPlace<BFloat16, columns <= 64 ? 128 : 64, 32, columns, columns <= 64 ? 32 : 16>;
 // What queries get is multiplied for two tiles of them, 16 rows by a warp.
