@@ -51,6 +51,13 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(params=[False, True], ids=["as it is", "padded"])
+def padded(request, monkeypatch):
+    """Whether the product with the vocabulary is padded, to 128 columns of VOCAB_SIZE."""
+    monkeypatch.setattr(modeling_yoso, "PADDED_DEVICES", ("cpu", "cuda") if request.param else ())
+    return request.param
+
+
 def make_config(**changes):
     sizes = {
         "vocab_size": VOCAB_SIZE,
@@ -559,6 +566,7 @@ def test_bfloat16_is_near_float32(use_expectation):
         assert error < (0.02 if use_expectation else 0.1)
 
 
+@pytest.mark.usefixtures("padded")
 def test_compiled_training_under_autocast_is_near_float32():
     model = make_model(YosoForMaskedLM, initializer_range=0.1, hidden_dropout_prob=0.0).train()
     ids, mask = make_ids(4, 40), make_mask([40, 31, 5, 1], 40)
@@ -602,6 +610,195 @@ def test_half_precision_gradients_are_finite():
         assert gradient.isfinite().all(), name
 
 
+def test_compiled_sparse_prediction_equals_eager():
+    model = make_model(YosoForMaskedLM, sparse_prediction=True)
+    ids = make_ids(2, 20)
+    inputs = {"input_ids": ids, "labels": ids.masked_fill(torch.rand(2, 20) > 0.3, -100)}
+    expected = model(**inputs)
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        outputs = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs)
+    assert_near(outputs.logits, expected.logits)
+    assert_near(outputs.loss, expected.loss)
+
+
+class Logits(TorchDispatchMode):
+    """Records what operators return that is as wide as the vocabulary, by their names."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+        self.seen = collections.defaultdict(list)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and output.shape[-1:] == (self.width,):
+            self.seen[function._schema.name].append((output.numel() // self.width, output.dtype))
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunks", [[7] * 5 + [5], [40]], ids=["several", "one"])
+def test_token_losses_are_those_of_float64(chunks, dtype, monkeypatch):
+    wide = torch.promote_types(dtype, torch.float32)
+    monkeypatch.setattr(modeling_yoso, "LOSS_CHUNK_BYTES", chunks[0] * VOCAB_SIZE * wide.itemsize)
+    logits, labels = (3 * torch.randn(40, VOCAB_SIZE)).to(dtype), torch.randint(VOCAB_SIZE, (40,))
+    # softmax is nearly 1 and nearly 0
+    logits[0, labels[0]], logits[1, labels[1]] = 15, -15
+    labels[2::3] = -100
+    weights = torch.randn(40, dtype=wide)
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, labels, reduction="none")
+    (expected * weights).sum().backward()
+    logits.requires_grad_()
+    with Logits(VOCAB_SIZE) as calls:
+        losses = modeling_yoso.TokenLosses.apply(logits, labels)
+    assert calls.seen["aten::_log_softmax"] == [(rows, wide) for rows in chunks]
+    assert losses.dtype == wide
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-6, atol=1e-6)
+    (losses * weights).sum().backward()
+    assert logits.grad.dtype == dtype
+    # rounded twice; float16 has no smaller numbers
+    rtol, atol = max(1.5 * torch.finfo(dtype).eps, 1e-5), 1e-7 if dtype == torch.float16 else 1e-12
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=rtol, atol=atol)
+    assert not logits.grad[labels == -100].any()
+
+
+def test_loss_needs_no_memory_but_for_logits_and_their_gradient(padded, monkeypatch):
+    width = 128 if padded else VOCAB_SIZE
+    monkeypatch.setattr(modeling_yoso, "LOSS_CHUNK_BYTES", 7 * width * 4)
+    model = make_model(YosoForMaskedLM).train()
+    ids, kept = make_ids(2, 20), {}
+
+    def keep(x):
+        if x.numel() == 40 * width:
+            kept[x.untyped_storage().data_ptr()] = x.dtype
+        return x
+
+    # a backward under autocast as well, which would widen what it computes
+    with torch.autocast(ids.device.type, torch.bfloat16), Logits(width) as calls:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            outputs = model(ids, labels=ids)
+        outputs.loss.backward()
+    assert kept == {outputs.logits.untyped_storage().data_ptr(): torch.bfloat16}
+    made = [(name, *x) for name, seen in calls.seen.items() for x in seen if x[0] == 40]
+    new = [x for x in made if not x[0].endswith("_") and x[0] not in ("aten::view", "aten::detach")]
+    assert sorted(new) == [("aten::_softmax", 40, torch.bfloat16), ("aten::addmm", 40, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("num_items_in_batch", [None, 11, torch.tensor(11)])
+@pytest.mark.parametrize("sparse_prediction", [False, True])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 104, 128 + 1])
+def test_masked_lm_loss_and_gradients(vocab_size, tied, sparse_prediction, num_items_in_batch, padded, monkeypatch):
+    monkeypatch.setattr(modeling_yoso, "LOSS_CHUNK_BYTES", 7 * vocab_size * 4)
+    model = make_model(
+        YosoForMaskedLM, vocab_size=vocab_size, tie_word_embeddings=tied, sparse_prediction=sparse_prediction
+    )
+    nn.init.normal_(model.cls.predictions.decoder.bias)
+    ids = make_ids(2, 20)
+    labelled = torch.rand(2, 20) < 0.6
+    inputs = {
+        "input_ids": ids,
+        "labels": ids.masked_fill(~labelled, -100),
+        "num_items_in_batch": num_items_in_batch,
+    }
+    logits = model.cls(model.yoso(ids).last_hidden_state)
+    loss = F.cross_entropy(logits[labelled].double(), ids[labelled], reduction="sum")
+    loss = loss / (num_items_in_batch or labelled.sum())
+    loss.backward()
+    expected = {name: x.grad.clone() for name, x in model.named_parameters() if x.requires_grad}
+    with Logits(-vocab_size % 64 + vocab_size) as calls:
+        outputs = model(**inputs)
+    # 104 is a multiple of 8 already
+    assert bool(calls.seen["aten::addmm"]) is (padded and vocab_size != 104)
+    assert_near(outputs.logits, logits[labelled] if sparse_prediction else logits)
+    assert_near(outputs.loss, loss.float())
+    model.zero_grad()
+    outputs.loss.backward()
+    for name, gradient in expected.items():
+        assert_near(model.get_parameter(name).grad, gradient)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).loss, outputs.loss)
+
+
+@pytest.mark.usefixtures("padded")
+def test_own_loss_function_gets_logits_over_the_vocabulary():
+    model = make_model(YosoForMaskedLM)
+    ids, calls = make_ids(2, 20), []
+
+    def loss_function(logits, labels, vocab_size, num_items_in_batch):
+        calls.append((logits.shape, vocab_size, int(num_items_in_batch)))
+        # of padded logits it would be infinite
+        return F.cross_entropy(logits.view(-1, vocab_size), labels.view(-1), label_smoothing=0.1)
+
+    model.loss_function = loss_function
+    outputs = model(ids, labels=ids)
+    assert calls == [((2, 20, VOCAB_SIZE), VOCAB_SIZE, 40)]
+    expected = F.cross_entropy(outputs.logits.flatten(0, 1), ids.flatten(), label_smoothing=0.1)
+    assert_near(outputs.loss, expected)
+    outputs.loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+class OtherLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class OtherTensor(torch.Tensor):
+    """As weights in 8 bits are, which need not know how to be padded."""
+
+
+def with_class(decoder):
+    decoder.__class__ = OtherLinear
+
+
+def with_weight(decoder):
+    decoder.weight = nn.Parameter(decoder.weight.detach().as_subclass(OtherTensor))
+
+
+def with_forward(decoder):
+    forward = decoder.forward
+    decoder.forward = lambda x: forward(x) + 1
+
+
+def with_hook(decoder):
+    decoder.register_forward_hook(lambda _module, _inputs, logits: logits + 1)
+
+
+def with_hook_before(decoder):
+    decoder.register_forward_pre_hook(lambda _module, inputs: (inputs[0] + 1,))
+
+
+def without_bias(decoder):
+    decoder.bias = None
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("padded")
+@pytest.mark.parametrize("change", [with_class, with_weight, with_forward, with_hook, with_hook_before, without_bias])
+def test_changed_output_layer_is_called_as_it_is(change):
+    model = make_model(YosoForMaskedLM, tie_word_embeddings=False)
+    change(model.cls.predictions.decoder)
+    ids = make_ids(2, 20)
+    with Logits(128) as calls:
+        outputs = model(ids, labels=ids)
+    assert not calls.seen
+    assert_near(outputs.logits, model.cls(model.yoso(ids).last_hidden_state))
+    assert_near(outputs.loss, F.cross_entropy(outputs.logits.flatten(0, 1), ids.flatten()))
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("padded")
+@pytest.mark.parametrize("name", ["cls", "cls.predictions", "cls.predictions.decoder"])
+def test_head_may_be_replaced(name):
+    model = make_model(YosoForMaskedLM)
+    model.set_submodule(name, nn.Identity())
+    assert model(make_ids(2, 20)).logits.shape == (2, 20, 32)
+
+
+@pytest.mark.usefixtures("padded")
 @pytest.mark.parametrize("num_items_in_batch", [None, 11, torch.tensor(11)])
 def test_sparse_prediction_equals_dense(num_items_in_batch):
     dense = make_model(YosoForMaskedLM)
@@ -622,6 +819,7 @@ def test_sparse_prediction_equals_dense(num_items_in_batch):
     assert_near(sparse(ids).logits, dense(ids).logits)
 
 
+@pytest.mark.usefixtures("padded")
 @pytest.mark.parametrize("num_items_in_batch", [None, 0, torch.tensor(0)])
 @pytest.mark.parametrize("sparse_prediction", [True, False])
 def test_batch_without_labels_has_loss_zero(sparse_prediction, num_items_in_batch):
@@ -720,6 +918,7 @@ def test_question_answering_loss_leaves_padding_out():
     assert_near(outputs.loss, expected)
 
 
+@pytest.mark.usefixtures("padded")
 @pytest.mark.parametrize("resized", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_asks_for_a_gradient_gets_one(tied, resized):
@@ -734,6 +933,7 @@ def test_what_asks_for_a_gradient_gets_one(tied, resized):
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("padded")
 @pytest.mark.parametrize("tied", [True, False])
 def test_resized_embeddings(tied, tmp_path):
     model = make_model(YosoForMaskedLM, tie_word_embeddings=tied)

@@ -4,15 +4,19 @@ Parameter names and shapes are those of transformers' own Yoso classes, so that 
 Shapes below use B for the batch, N for the tokens of a sequence, H for the heads and D for the width of one.
 """
 
+import math
 import os
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.loss.loss_utils import ForMaskedLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutput,
@@ -38,6 +42,12 @@ IGNORED_LABEL = -100
 # from this many tokens of a batch on, activations are computed again in the backward: they are a quarter of what a
 # layer would keep for it, and take little time
 RECOMPUTED_TOKENS = 4096
+# where a product with the vocabulary is several times slower in 16 bits unless rows of logits fill units of 16 bytes;
+# padded ones fill the tiles of the product as well
+PADDED_DEVICES = ("cuda",)
+ALIGNED_LOGITS, PADDED_LOGITS = 8, 64
+# the float32 copy that the loss makes of some rows of logits at a time
+LOSS_CHUNK_BYTES = 2**28
 # what of the code that is saved with a model each Auto class loads
 AUTO_MAP = {
     "AutoConfig": "configuration_yoso.YosoConfig",
@@ -290,8 +300,22 @@ class YosoLMPredictionHead(nn.Module):
         # a second name of decoder.bias, which checkpoints hold; where it is not tied, it is used by nothing
         self.bias = nn.Parameter(torch.zeros(config.vocab_size), requires_grad=config.tie_word_embeddings)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.decoder(self.transform(hidden_states))
+    def forward(self, hidden_states: Tensor, padded: bool = False) -> Tensor:
+        """Predicts tokens.
+
+        Args:
+            hidden_states: shape [..., hidden_size].
+            padded: whether to pad the product with the vocabulary: see gains_by_padding.
+
+        Returns:
+            Logits of shape [..., vocab_size]; padded, with columns of -inf after them.
+        """
+        hidden_states = self.transform(hidden_states)
+        if not padded:
+            return self.decoder(hidden_states)
+        padding = -self.decoder.out_features % PADDED_LOGITS
+        weight = F.pad(self.decoder.weight, (0, 0, 0, padding))
+        return F.linear(hidden_states, weight, F.pad(self.decoder.bias, (0, padding), value=-math.inf))
 
 
 class YosoOnlyMLMHead(nn.Module):
@@ -301,8 +325,54 @@ class YosoOnlyMLMHead(nn.Module):
         super().__init__()
         self.predictions = YosoLMPredictionHead(config)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.predictions(hidden_states)
+    def forward(self, hidden_states: Tensor, **kwargs: bool) -> Tensor:
+        return self.predictions(hidden_states, **kwargs)
+
+
+class TokenLosses(torch.autograd.Function):
+    """The cross-entropy of every token, for which the backward needs no more memory than logits and their gradient.
+
+    It is computed in float32, of some tokens at a time. Nothing is kept but the logits; the backward computes their
+    softmax again, in their dtype, and makes the gradient of it in place.
+
+    Args:
+        logits: floating point, shape [tokens, vocab_size].
+        labels: int64, shape [tokens], or -100 where there is none.
+
+    Returns:
+        Losses of shape [tokens], 0 where there is no label: float32, of float64 logits float64.
+    """
+
+    @staticmethod
+    def forward(logits: Tensor, labels: Tensor) -> Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        chunks = [(logits, labels)]
+        # a compiler makes no such copy, and may not know the number of tokens
+        if not torch.compiler.is_compiling():
+            tokens = max(1, LOSS_CHUNK_BYTES // (dtype.itemsize * logits.shape[1]))
+            chunks = zip(logits.split(tokens), labels.split(tokens), strict=True)
+        losses = [
+            F.nll_loss(F.log_softmax(x, -1, dtype=dtype), y, ignore_index=IGNORED_LABEL, reduction="none")
+            for x, y in chunks
+        ]
+        return torch.cat(losses)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, labels, losses = ctx.saved_tensors
+        ignored = labels == IGNORED_LABEL
+        grad = grad.masked_fill(ignored, 0)[:, None]
+        # with its dtype, as autocast would make it float32
+        grad_logits = torch.softmax(logits, -1, dtype=logits.dtype).mul_(grad)
+        # the softmax of a label is not rounded before 1 is subtracted, where little may remain of it
+        grad_labels = grad * torch.expm1(-losses)[:, None]
+        grad_logits.scatter_(1, labels.masked_fill(ignored, 0)[:, None], grad_labels.to(logits.dtype))
+        return grad_logits, None
 
 
 class YosoClassificationHead(nn.Module):
@@ -514,8 +584,8 @@ class YosoForMaskedLM(YosoPreTrainedModel):
 
         Returns:
             MaskedLMOutput with logits of shape [B, N, vocab_size]; with sparse_prediction and labels they are
-            those of the labelled tokens alone, in order, shape [number of labels, vocab_size]. The loss of a
-            batch without labels is 0.
+            those of the labelled tokens alone, in order, shape [number of labels, vocab_size]. The backward
+            needs them unchanged. The loss of a batch without labels is 0.
         """
         outputs = self.yoso(
             input_ids,
@@ -530,11 +600,20 @@ class YosoForMaskedLM(YosoPreTrainedModel):
         if labels is not None and self.config.sparse_prediction:
             labelled = labels != IGNORED_LABEL
             hidden_states, labels = hidden_states[labelled], labels[labelled]
-        logits = self.cls(hidden_states)
+        head = getattr(self.cls, "predictions", None)
+        # another in its place may take nothing but hidden states
+        pads = isinstance(head, YosoLMPredictionHead) and gains_by_padding(head.decoder)
+        padded = self.cls(hidden_states, padded=True) if pads else self.cls(hidden_states)
+        logits = padded[..., : head.decoder.out_features] if pads else padded
         loss = None
         if labels is not None:
             kwargs["num_items_in_batch"] = count_labels(labels, kwargs.get("num_items_in_batch"))
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+            if self.loss_function is ForMaskedLMLoss:
+                # the same in less memory; of padded logits, whose gradient would be copied to be padded
+                losses = TokenLosses.apply(padded.flatten(0, -2), labels.flatten().to(padded.device))
+                loss = losses.sum() / kwargs["num_items_in_batch"].to(losses.device)
+            else:
+                loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -800,6 +879,18 @@ def first_token(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
     index = attention_mask.bool().int().argmax(dim=1)
     # not len(index), which torch.export would take for a constant
     return hidden_states[torch.arange(index.shape[0], device=index.device), index]
+
+
+def gains_by_padding(decoder: nn.Module) -> bool:
+    """Whether the product with the vocabulary is faster padded, and a call of the module is that product alone."""
+    # adapters and quantised weights are something else
+    if type(decoder) is not nn.Linear or type(decoder.weight) not in (Tensor, nn.Parameter) or decoder.bias is None:
+        return False
+    hooks = (decoder._forward_pre_hooks, decoder._forward_hooks, decoder._backward_pre_hooks, decoder._backward_hooks)
+    # accelerate puts a forward of its own on the instance
+    if any(hooks) or "forward" in vars(decoder):
+        return False
+    return decoder.weight.device.type in PADDED_DEVICES and decoder.out_features % ALIGNED_LOGITS != 0
 
 
 def count_labels(labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
