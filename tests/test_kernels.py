@@ -213,6 +213,23 @@ def test_backward_of_many_hash_functions_is_as_accurate_as_pytorch(shape, dtype)
     assert_as_accurate_as_pytorch(outputs, dtype)
 
 
+# of 160 to 240 rows, half of which have a block's memory to themselves; some of 352 and more, which do not fit it; and
+# wide rows, of which it has room for half as many
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1500, 1400, 64, 48, 2, 3), (1, 1, 1500, 700, 64, 64, 2, 2), (1, 1, 500, 600, 104, 128, 2, 2)]
+)
+def test_backward_of_large_buckets_is_as_accurate_as_pytorch(shape, dtype, monkeypatch):
+    monkeypatch.setenv("YOSO_CUDA_BACKWARD", "buckets")
+    inputs = Inputs("random", shape, dtype)
+
+    def outputs(namespace, dtype):
+        rows = (x.to(dtype) for x in (inputs.grad, inputs.query, inputs.key, inputs.value))
+        return namespace.sampled_attention_backward(*rows, *inputs.codes, inputs.tau)
+
+    assert_as_accurate_as_pytorch(outputs, dtype)
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("factor", [1e-18, 1e18])
 def test_gradients_of_rows_far_from_length_one_are_as_accurate_as_pytorch(factor):
@@ -242,11 +259,11 @@ def test_a_row_that_is_no_number_has_no_part_in_the_backward_by_pairs(monkeypatc
         assert torch.equal(got, gradient)
 
 
-# about 267 rows, where both take the same time with one function of 2 bits; more planes and columns than pairs have
+# about 190 rows, where both take the same time with one function of 2 bits; more planes and columns than pairs have
 @needs_cuda_kernels
 @pytest.mark.parametrize(
     ("shape", "setting", "taken"),
-    [((1, 1, 264, 264, 64, 64, 1, 2), None, "pairs"), ((1, 1, 270, 270, 64, 64, 1, 2), None, "buckets")]
+    [((1, 1, 187, 187, 64, 64, 1, 2), None, "pairs"), ((1, 1, 194, 194, 64, 64, 1, 2), None, "buckets")]
     + [((1, 1, 65, 90, 64, 64, 130, 10), "pairs", "buckets"), ((1, 1, 65, 90, 64, 136, 4, 3), "pairs", "buckets")],
 )
 def test_the_backward_goes_the_faster_way_that_it_can(shape, setting, taken, monkeypatch):

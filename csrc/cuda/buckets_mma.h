@@ -4,11 +4,8 @@
 // rounding, and the normalisation's gradient, which cancels most of the sums where rows are alike, cancels most of them
 // too.
 //
-// Blocks copy the rows of as many buckets as fit to shared memory, each once, and multiply them. Buckets that do not
-// fit go through products, whose cost is linear in their size.
-//
-// A warp has kParts tiles of 16 rows of a bucket at a time: with two, it reads the rows that they meet half as often,
-// and has twice the registers, so that a block has half of the warps.
+// A block copies the rows of as many buckets as fit to shared memory, each once, and multiplies them. Buckets that do
+// not fit go through products, whose cost is linear in their size.
 #pragma once
 
 #include "buckets.h"
@@ -17,11 +14,20 @@
 namespace yoso {
 namespace {
 
-// of a block
-template <int kParts>
-constexpr int kMmaThreads = 256 / kParts;
-template <int kParts>
-constexpr int kMmaWarps = kMmaThreads<kParts> / kWarp;
+// How a block has rows of up to kColumns_ columns. Where buckets are small, several blocks fit a multiprocessor, and
+// one multiplies while another waits for its rows. Where they are large, a block has all of the shared memory, for two
+// batches, of which one is multiplied while the other comes, or one that is twice as large; a warp has two tiles of 16
+// rows of a bucket at a time, for which it reads the rows that they meet once.
+template <int kColumns_, bool kIsLarge>
+struct MmaPlan {
+  static constexpr int kColumns = kColumns_, kStages = kIsLarge ? 2 : 1, kParts = kIsLarge && kColumns <= 64 ? 2 : 1;
+  // of a side of a batch, and of one that has all of the memory
+  static constexpr int kTiles = kColumns > 64 ? 5 : kIsLarge ? 11 : 10, kMostTiles = kStages * kTiles;
+  static constexpr int kRows = kTiles * kPicked, kMostRows = kMostTiles * kPicked;
+  static constexpr int kWarps = kParts == 2 ? 12 : 8, kThreads = kWarps * kWarp;
+  // of a multiprocessor, as registers go
+  static constexpr int kBlocks = kIsLarge || kColumns > 64 ? 1 : 2;
+};
 
 // Half's range is small: numbers are rounded at a power of two, which brings the largest to 1..2.
 template <class In>
@@ -115,12 +121,13 @@ constexpr int kProductRows = 16384 / kColumns;
 
 // multiply_through_product on tensor cores. The product is kept as two 16-bit numbers an element: one alone would be
 // off in directions that the rows do not have, which the normalisation's gradient does not cancel.
-template <int kColumns, int kParts, class In>
+template <class Plan, class In>
 __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& targets, Span target_span,
                                                          const HeadSide<In>& sources, Span source_span,
                                                          const Sizes& sizes, unsigned char* memory) {
-  constexpr int kPieces = kColumns / 8, kRows = kProductRows<kColumns>;
-  constexpr int kDown = kColumns / 64, kAcross = kColumns / 32 * kParts, kWarpsAcross = 2 / kParts;
+  constexpr int kColumns = Plan::kColumns, kPieces = kColumns / 8, kRows = kProductRows<kColumns>;
+  // the product is of eight warps
+  constexpr int kDown = kColumns / 64, kAcross = kColumns / 32, kWarpsAcross = 2, kProductWarps = 4 * kWarpsAcross;
   const uint32_t lane = lane_in_bucket();
   const int warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
   const Matrix<kColumns> others{memory}, rows{memory + kRows * kColumns * sizeof(In)};
@@ -132,7 +139,7 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& tar
     const int count = min(kRows, source_span.count - from);
     __syncthreads();
 #pragma unroll 4
-    for (int i = threadIdx.x; i < tiles_of(count) * kPicked * kPieces; i += kMmaThreads<kParts>) {
+    for (int i = threadIdx.x; i < tiles_of(count) * kPicked * kPieces; i += Plan::kThreads) {
       const int r = i / kPieces, piece = i % kPieces;
       uint4 other = make_uint4(0, 0, 0, 0), row = other;
       if (r < count) {
@@ -152,7 +159,7 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& tar
       *reinterpret_cast<uint4*>(rows.piece(r, piece)) = row;
     }
     __syncthreads();
-    for (int r = 0; r < count; r += kPicked) {
+    for (int r = warp < kProductWarps ? 0 : count; r < count; r += kPicked) {
       uint32_t a[kDown][4], b[4];
 #pragma unroll
       for (int down = 0; down < kDown; ++down)
@@ -182,7 +189,7 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& tar
     largest = warp_max(largest);
     if (lane == 0) shared[warp] = largest;
     __syncthreads();
-    for (int other = 0; other < kMmaWarps<kParts>; ++other) largest = max(largest, shared[other]);
+    for (int other = 0; other < Plan::kWarps; ++other) largest = max(largest, shared[other]);
     __syncthreads();
   }
   const Power<In> power(largest);
@@ -195,6 +202,7 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& tar
       for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+          if (warp >= kProductWarps) break;
           const int r = first_row + 16 * down + 8 * half + g, piece = first_piece + 2 * across + n;
           float x[2], rounded[2];
 #pragma unroll
@@ -207,7 +215,7 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& tar
         }
   __syncthreads();
 
-  for (int tile = warp; tile * kPicked < target_span.count; tile += kMmaWarps<kParts>) {
+  for (int tile = warp; tile * kPicked < target_span.count; tile += Plan::kWarps) {
     const Span span{target_span.first + tile * kPicked, target_span.count - tile * kPicked};
     const PickedRows<float> picked(lane, targets, span, targets, span);
     const Fragments<kColumns> left(lane, targets, picked, span.count, sizes.Dv);
@@ -260,15 +268,21 @@ struct Task {
 };
 
 // The tiles that a block multiplies at a time.
-template <int kTiles_, int kParts_>
+template <class Plan>
 struct Batch {
-  static constexpr int kTiles = kTiles_, kParts = kParts_, kRows = kTiles * kPicked;
-  BucketTile tiles[2][kTiles];
-  Task tasks[2][kTiles];
+  BucketTile tiles[2][Plan::kMostTiles];
+  Task tasks[2][Plan::kMostTiles];
   // -1 where there is none
-  int32_t row[2][kRows];
+  int32_t row[2][Plan::kMostRows];
   // and the codes that they are of, none where the next bucket goes through products
   int32_t num_tiles[2], num_tasks[2], num_codes;
+  // where their item is, and the first code there; no item behind the last batch
+  int32_t item, first_code;
+
+  // Whether no other batch's rows are in the block's memory.
+  __device__ __forceinline__ bool is_alone() const {
+    return num_codes == 0 || max(num_tiles[0], num_tiles[1]) > Plan::kTiles;
+  }
 
   // Of the rows of both sides, the i-th: its side and place.
   __device__ __forceinline__ int2 place_of(int i) const {
@@ -284,32 +298,32 @@ struct Item {
   static constexpr int kMostCodes = 128;
   HeadSide<In> sides[2];
   int32_t starts[2][kMostCodes + 1];
-  // its codes, none past the last item
   int32_t num_codes;
   // its part of the rows that are in no bucket
   Span in_none[2];
 
   // A warp does this.
-  __device__ __forceinline__ void begin(int32_t number, int32_t end, const Side<In>& query_side,
-                                        const Side<In>& key_side, const Sizes& sizes) {
+  __device__ __forceinline__ void begin(int32_t number, const Side<In>& query_side, const Side<In>& key_side,
+                                        Sizes sizes) {
+    // what depends on them alone is not to be kept in registers
+    for (int32_t* size : {&sizes.H, &sizes.hashes, &sizes.D, &sizes.table_size, &sizes.item_codes})
+      *size = unknown(*size);
     const int32_t lane = lane_in_bucket(), items = sizes.items(), part = number % items;
-    const int32_t first_code = part * sizes.item_codes;
-    const int32_t codes = number < end ? min(sizes.item_codes, sizes.table_size - first_code) : 0;
+    const int32_t first_code = part * sizes.item_codes, codes = min(sizes.item_codes, sizes.table_size - first_code);
     if (lane == 0) num_codes = codes;
-    if (codes > 0 && lane < 2) {
+    if (lane < 2) {
       sides[lane] = HeadSide<In>(lane == 0 ? query_side : key_side, sizes, number / items);
       in_none[lane] = sides[lane].in_none(sizes, part, items);
     }
     __syncwarp();
-    if (codes == 0) return;
     for (int code = lane; code <= codes; code += kWarp)
 #pragma unroll
       for (int side = 0; side < 2; ++side) starts[side][code] = __ldg(sides[side].starts + first_code + code);
     __syncwarp();
   }
 
-  // Clears what rows get that have none of the other side in their bucket, or are in no bucket. So many warps of the
-  // block do this.
+  // Clears what rows get that have none of the other side in their bucket, or are in no bucket. The block's warps do
+  // this.
   __device__ __forceinline__ void clear_others(int warps) const {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     for (int side = 0; side < 2; ++side) sides[side].clear(in_none[side], warp, warps);
@@ -327,8 +341,8 @@ struct Item {
   }
 
   // Makes tiles of the buckets from `first` on, of as many as there is room for. A warp does this.
-  template <class Tiles>
-  __device__ __forceinline__ void choose_buckets(int first, Tiles& batch) const {
+  template <class Plan>
+  __device__ __forceinline__ void choose_buckets(int first, Batch<Plan>& batch) const {
     constexpr int kTaskBits = 16, kTileMask = (1 << kTaskBits) - 1;
     const int lane = threadIdx.x % kWarp, code = first + lane, count = num_codes;
     // of tiles and, in the upper bits, of tasks
@@ -339,8 +353,8 @@ struct Item {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       // one more than fit is as many as any more
-      const int tiles = exists ? min(tiles_of(rows[side]), Tiles::kTiles + 1) : 0;
-      const int own = tiles | (tiles + Tiles::kParts - 1) / Tiles::kParts << kTaskBits;
+      const int tiles = exists ? min(tiles_of(rows[side]), Plan::kMostTiles + 1) : 0;
+      const int own = tiles | (tiles + Plan::kParts - 1) / Plan::kParts << kTaskBits;
       end[side] = own;
 #pragma unroll
       for (int delta = 1; delta < kWarp; delta *= 2) {
@@ -349,7 +363,8 @@ struct Item {
       }
       begin[side] = end[side] - own;
     }
-    const bool fits = max(end[0] & kTileMask, end[1] & kTileMask) <= Tiles::kTiles;
+    const int tiles = max(end[0] & kTileMask, end[1] & kTileMask);
+    const bool fits = tiles <= (__shfl_sync(kAllLanes, tiles, 0) > Plan::kTiles ? Plan::kMostTiles : Plan::kTiles);
     const uint32_t left_out = __ballot_sync(kAllLanes, code >= count || !fits);
     const int taken = left_out == 0 ? kWarp : __ffs(left_out) - 1;
     if (lane == 0) batch.num_codes = taken;
@@ -368,15 +383,15 @@ struct Item {
         batch.tiles[side][tile] = {starts[side][code] + skipped, min(rows[side] - skipped, kPicked)};
       }
       Task* task = batch.tasks[side] + (begin[side] >> kTaskBits);
-      for (int tile = first_tile; tile < end_tile; tile += Tiles::kParts)
-        *task++ = {tile, min(end_tile - tile, Tiles::kParts), other, others};
+      for (int tile = first_tile; tile < end_tile; tile += Plan::kParts)
+        *task++ = {tile, min(end_tile - tile, Plan::kParts), other, others};
     }
   }
 
   // Copies which rows a batch has, ahead of when it is waited for. The block does this.
-  template <class Tiles>
-  __device__ __forceinline__ void copy_row_numbers(Tiles& batch) const {
-    for (int i = threadIdx.x; batch.has_row(i); i += kMmaThreads<Tiles::kParts>) {
+  template <class Plan>
+  __device__ __forceinline__ void copy_row_numbers(Batch<Plan>& batch) const {
+    for (int i = threadIdx.x; batch.has_row(i); i += Plan::kThreads) {
       const int2 place = batch.place_of(i);
       const BucketTile& tile = batch.tiles[place.x][place.y / kPicked];
       const int r = place.y % kPicked;
@@ -389,26 +404,23 @@ struct Item {
   }
 };
 
-// A block's shared memory.
-template <class In, int kColumns, int kParts>
-struct MmaMemory {
-  static constexpr int kTiles = kColumns == 64 ? 11 : 5, kRows = kTiles * kPicked;
-  static_assert(kProductRows<kColumns> <= 2 * kRows);
-  using Tiles = Batch<kTiles, kParts>;
+// Rows in shared memory: those of a batch from a place on.
+template <class In, class Plan>
+struct BatchRows {
+  static constexpr int kColumns = Plan::kColumns;
+  static_assert(kProductRows<kColumns> <= 2 * Plan::kMostRows);
   // of queries, or keys, and their gradients, or values
-  alignas(256) In rows[2][kRows * kColumns], others[2][kRows * kColumns];
-  alignas(8) float inverse_length[2][kRows];
-  // each beside the next one; of items, their numbers too
-  Item<In> items[2];
-  Tiles batches[2];
-  int32_t numbers[2];
+  alignas(256) In rows[2][Plan::kMostRows * kColumns], others[2][Plan::kMostRows * kColumns];
+  alignas(8) float inverse_length[2][Plan::kMostRows];
 
   __device__ Matrix<kColumns> rows_of(int side) { return {reinterpret_cast<unsigned char*>(rows[side])}; }
   __device__ Matrix<kColumns> others_of(int side) { return {reinterpret_cast<unsigned char*>(others[side])}; }
 
   // Copies the rows of a batch. The block does this, and waits and meets before it reads them.
-  __device__ __forceinline__ void copy_rows(const HeadSide<In>* sides, const Tiles& batch, const Sizes& sizes) {
-    constexpr int kPieces = kColumns / 8, kStep = kMmaThreads<kParts> / kPieces;
+  __device__ __forceinline__ void copy(int first_row, const HeadSide<In>* sides, const Batch<Plan>& batch,
+                                       const Sizes& sizes) {
+    constexpr int kPieces = kColumns / 8, kStep = Plan::kThreads / kPieces;
+    static_assert(kStep % 8 == 0, "a step leaves the order of pieces as it is");
     const int piece = threadIdx.x % kPieces, first_place = threadIdx.x / kPieces;
     const bool no_rows = piece * 8 >= sizes.D, no_others = piece * 8 >= sizes.Dv;
 #pragma unroll 1
@@ -418,35 +430,87 @@ struct MmaMemory {
       const uint32_t row_bytes = sides[side].row_bytes, other_bytes = sides[side].other_bytes;
       const int count = batch.num_tiles[side] * kPicked;
       const int32_t* number = batch.row[side] + first_place;
-      unsigned char* const to_rows = rows_of(side).piece(first_place, piece);
-      unsigned char* const to_others = others_of(side).piece(first_place, piece);
+      unsigned char* to_rows = rows_of(side).piece(first_row + first_place, piece);
+      unsigned char* to_others = others_of(side).piece(first_row + first_place, piece);
 #pragma unroll 3
-      for (int step = 0; step < (kRows - 1) / kStep + 1; ++step) {
-        if (first_place + step * kStep >= count) break;
-        // a step leaves the order of pieces as it is
-        const uint32_t skipped = step * kStep * Matrix<kColumns>::kRowBytes;
-        const int row = number[step * kStep];
-        copy_ahead<16>(to_others + skipped, row_at(others_from, max(row, 0), other_bytes), row < 0 || no_others);
-        copy_ahead<16>(to_rows + skipped, row_at(rows_from, max(row, 0), row_bytes), row < 0 || no_rows);
+      for (int place = first_place; place < count; place += kStep) {
+        const int row = *number;
+        copy_ahead<16>(to_others, row_at(others_from, max(row, 0), other_bytes), row < 0 || no_others);
+        copy_ahead<16>(to_rows, row_at(rows_from, max(row, 0), row_bytes), row < 0 || no_rows);
+        number += kStep;
+        to_rows += kStep * Matrix<kColumns>::kRowBytes;
+        to_others += kStep * Matrix<kColumns>::kRowBytes;
       }
     }
-    for (int i = threadIdx.x; batch.has_row(i); i += kMmaThreads<kParts>) {
+    for (int i = threadIdx.x; batch.has_row(i); i += Plan::kThreads) {
       const int2 place = batch.place_of(i);
       const int row = batch.row[place.x][place.y];
-      inverse_length[place.x][place.y] = row < 0 ? 0 : __ldg(sides[place.x].inverse_length + row);
+      copy_ahead<4>(inverse_length[place.x] + first_row + place.y, sides[place.x].inverse_length + max(row, 0),
+                    row < 0);
     }
   }
 };
 
-// What the rows of a task's first tiles of `side` get from their bucket. A warp computes it.
-template <int tiles, class In, int kColumns, int kParts>
-__device__ __forceinline__ void multiply_tiles(MmaMemory<In, kColumns, kParts>& memory, const Task& task, int side,
-                                               float (&sums)[kParts][kColumns / 16][2][4]) {
-  constexpr int kRowBytes = Matrix<kColumns>::kRowBytes;
+// A block's shared memory.
+template <class In, class Plan>
+struct MmaMemory {
+  // of one batch rows are multiplied, of the next they are on their way, of the third their numbers are, and the last
+  // is being chosen; each may be of another item
+  static constexpr int kBatches = 4;
+  BatchRows<In, Plan> rows;
+  Batch<Plan> batches[kBatches];
+  Item<In> items[kBatches];
+  // of the batch to be chosen: its item, the first code, and the next item's number
+  int32_t item, next_code, next_number;
+
+  // Begins: there is no item before the first. A thread does this.
+  __device__ void clear(int32_t first_number) {
+    item = 0;
+    next_code = 0;
+    items[0].num_codes = 0;
+    next_number = first_number;
+  }
+
+  // Chooses a batch, of the next item where there is none left of this one. items: how many there are, and next, how
+  // many blocks have taken. A warp does this.
+  __device__ __forceinline__ void choose(Batch<Plan>& batch, const Side<In>& query_side, const Side<In>& key_side,
+                                         const Sizes& sizes, int32_t all_items, int32_t* next) {
+    const bool is_first = threadIdx.x % kWarp == 0, begins = next_code >= items[item].num_codes;
+    const int32_t number = next_number, first_code = begins ? 0 : next_code;
+    const int32_t chosen = begins ? (item + 1) % kBatches : item;
+    // all lanes have read what the first one writes
+    __syncwarp();
+    if (begins && number >= all_items) {
+      if (is_first) batch.item = -1;
+      return;
+    }
+    // known when the batch is
+    int32_t number_after = number;
+    if (begins) {
+      if (is_first) number_after = atomicAdd(next, 1);
+      items[chosen].begin(number, query_side, key_side, sizes);
+    }
+    items[chosen].choose_buckets(first_code, batch);
+    if (is_first) {
+      batch.item = item = chosen;
+      batch.first_code = first_code;
+      next_code = first_code + max(batch.num_codes, 1);
+      next_number = number_after;
+    }
+    __syncwarp();
+  }
+};
+
+// What the rows of a task's first tiles of `side` get from their bucket, of a batch whose rows are from first_row on. A
+// warp computes it.
+template <int tiles, class In, class Plan, int kParts, int kPairs>
+__device__ __forceinline__ void multiply_tiles(BatchRows<In, Plan>& memory, int first_row, const Task& task, int side,
+                                               float (&sums)[kParts][kPairs][2][4]) {
+  constexpr int kColumns = Plan::kColumns, kRowBytes = Matrix<kColumns>::kRowBytes;
   const uint32_t lane = lane_in_bucket();
-  const int t = lane % 4, first = task.other * kPicked;
+  const int t = lane % 4, first = first_row + task.other * kPicked;
   uint32_t left[tiles][kColumns / 16][4];
-  const uint32_t target = memory.others_of(side).address(task.tile * kPicked + lane % 16, lane / 16);
+  const uint32_t target = memory.others_of(side).address(first_row + task.tile * kPicked + lane % 16, lane / 16);
 #pragma unroll
   for (int part = 0; part < tiles; ++part)
 #pragma unroll
@@ -511,109 +575,121 @@ __device__ __forceinline__ void multiply_tiles(MmaMemory<In, kColumns, kParts>& 
   }
 }
 
-// Stores what a tile's rows of `side` get, rows[r] being its r-th row's number, or -1 where there is none. A warp does
-// this.
-template <class In, int kColumns, int kParts>
-__device__ __forceinline__ void store_tile(MmaMemory<In, kColumns, kParts>& memory, const HeadSide<In>& head_side,
-                                           const int32_t* rows, int side, int tile, int columns,
-                                           float (&sums)[kColumns / 16][2][4]) {
+// Stores what a tile's rows of `side` get; it begins at a place in the memory, and at `rows` in the row numbers, which
+// are -1 where there is none. A warp does this.
+template <class In, class Plan, int kPairs>
+__device__ __forceinline__ void store_tile(BatchRows<In, Plan>& memory, const HeadSide<In>& head_side,
+                                           const int32_t* rows, int side, int place, int columns,
+                                           float (&sums)[kPairs][2][4]) {
   const uint32_t lane = lane_in_bucket();
-  const int first = tile * kPicked + lane / 4;
+  const int first = place + lane / 4;
   AddendRows<In> to;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int32_t number = rows[first + 8 * half];
+    const int32_t number = rows[lane / 4 + 8 * half];
     to.addend[half] = row_at(head_side.addends, max(number, 0), head_side.addend_bytes);
     to.inverse_length[half] = memory.inverse_length[side][first + 8 * half];
     to.exists[half] = number >= 0;
   }
-  const Matrix<kColumns> own = memory.rows_of(side);
+  const Matrix<Plan::kColumns> own = memory.rows_of(side);
   to.store(lane, sums, columns, [&](int half, int piece) {
     return reinterpret_cast<const uint32_t*>(own.piece(first + 8 * half, piece))[lane % 4];
   });
 }
 
-// multiply_buckets_kernel on tensor cores, where rows have up to kColumns columns. items: how many there are, and next,
-// how many blocks have taken.
-template <class In, int kColumns, int kParts>
-__global__ void __launch_bounds__(kMmaThreads<kParts>, kColumns == 64 ? 2 : 1)
+// multiply_buckets_kernel on tensor cores. items: how many there are, and next, how many blocks have taken.
+template <class In, class Plan>
+__global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
     multiply_buckets_mma_kernel(Side<In> query_side, Side<In> key_side, Sizes sizes, int32_t items, int32_t* next) {
-  using Memory = MmaMemory<In, kColumns, kParts>;
-  using Tiles = typename Memory::Tiles;
+  using Memory = MmaMemory<In, Plan>;
   auto& memory = *shared_memory<Memory>();
   const int warp = threadIdx.x / kWarp;
-  // Makes an item and its first batch.
-  const auto begin_item = [&](int i, Tiles& batch) {
-    Item<In>& item = memory.items[i];
-    item.begin(memory.numbers[i], items, query_side, key_side, sizes);
-    if (item.num_codes > 0) item.choose_buckets(0, batch);
+  const auto batch_at = [&](uint32_t number) -> Batch<Plan>& { return memory.batches[number % Memory::kBatches]; };
+  const auto choose = [&](uint32_t number) {
+    if (warp == 0) memory.choose(batch_at(number), query_side, key_side, sizes, items, next);
   };
-  if (threadIdx.x == 0)
-    for (int32_t& number : memory.numbers) number = atomicAdd(next, 1);
+  const auto copy_row_numbers = [&](uint32_t number) {
+    Batch<Plan>& batch = batch_at(number);
+    if (batch.item >= 0) memory.items[batch.item].copy_row_numbers(batch);
+  };
+  const auto first_row_of = [&](uint32_t number) {
+    return batch_at(number).is_alone() ? 0 : number % Plan::kStages * Plan::kRows;
+  };
+  const auto copy_rows = [&](uint32_t number) {
+    const Batch<Plan>& batch = batch_at(number);
+    if (batch.item >= 0) memory.rows.copy(first_row_of(number), memory.items[batch.item].sides, batch, sizes);
+  };
+  if (threadIdx.x == 0) memory.clear(atomicAdd(next, 1));
   __syncthreads();
-  if (warp == 0) begin_item(0, memory.batches[0]);
+  for (uint32_t number = 0; number < 3; ++number) choose(number);
   __syncthreads();
-  if (memory.items[0].num_codes == 0) return;
-  memory.items[0].copy_row_numbers(memory.batches[0]);
+  copy_row_numbers(0);
+  copy_row_numbers(1);
   wait_for_copies();
   __syncthreads();
+  if (batch_at(0).item >= 0 && !batch_at(0).is_alone()) copy_rows(0);
 
-  for (int first = 0, this_item = 0, this_batch = 0;; this_batch ^= 1) {
-    const Item<In>& item = memory.items[this_item];
-    const Tiles& batch = memory.batches[this_batch];
-    const int chosen = batch.num_codes, next_code = first + max(chosen, 1);
-    const bool is_last = next_code >= item.num_codes;
-    if (chosen > 0) {
-      memory.copy_rows(item.sides, batch, sizes);
-    } else {
+#pragma unroll 1
+  for (uint32_t number = 0; batch_at(number).item >= 0; ++number) {
+    const Batch<Plan>& batch = batch_at(number);
+    const auto prepare = [&] {
+      copy_row_numbers(number + 2);
+      choose(number + 3);
+    };
+    // while the rows come
+    if (Plan::kStages == 1) prepare();
+    wait_for_copies();
+    // for all threads' copies, and until the batch before has been read
+    __syncthreads();
+    if (Plan::kStages > 1) {
+      if (batch.is_alone()) {
+        copy_rows(number);
+        wait_for_copies();
+        __syncthreads();
+      } else if (!batch_at(number + 1).is_alone()) {
+        copy_rows(number + 1);
+      }
+      prepare();
+    }
+    const Item<In>& item = memory.items[batch.item];
+    if (batch.first_code == 0) item.clear_others(Plan::kWarps);
+    if (batch.num_codes == 0) {
 #pragma unroll 1
       for (int side = 0; side < 2; ++side) {
         const auto span = [&](int side) {
-          const int32_t* start = item.starts[side] + first;
+          const int32_t* start = item.starts[side] + batch.first_code;
           return Span{start[0], start[1] - start[0]};
         };
-        multiply_through_product<kColumns, kParts>(item.sides[side], span(side), item.sides[1 - side], span(1 - side),
-                                                   sizes, reinterpret_cast<unsigned char*>(&memory));
+        multiply_through_product<Plan>(item.sides[side], span(side), item.sides[1 - side], span(1 - side), sizes,
+                                       reinterpret_cast<unsigned char*>(&memory.rows));
       }
     }
-    if (first == 0) item.clear_others(kMmaWarps<kParts>);
-    // what comes next, while the rows do
-    if (warp == 0) {
-      Tiles& next_batch = memory.batches[unknown(this_batch ^ 1)];
-      if (is_last)
-        begin_item(unknown(this_item ^ 1), next_batch);
-      else
-        memory.items[unknown(this_item)].choose_buckets(next_code, next_batch);
-    } else if (is_last && threadIdx.x == kWarp) {
-      memory.numbers[this_item] = atomicAdd(next, 1);
-    }
-    wait_for_copies();
-    __syncthreads();
-    const Item<In>& next_item = memory.items[unknown(this_item ^ is_last)];
-    if (next_item.num_codes > 0) next_item.copy_row_numbers(memory.batches[unknown(this_batch ^ 1)]);
-    const int query_tasks = batch.num_tasks[0], tasks = query_tasks + batch.num_tasks[1];
-    for (int i = warp; i < tasks; i += kMmaWarps<kParts>) {
+    const Batch<Plan>& tasks_of = batch_at(unknown(number));
+    const int query_tasks = tasks_of.num_tasks[0], tasks = query_tasks + tasks_of.num_tasks[1];
+    const int first_row = first_row_of(number);
+    // the first warp, which chooses, comes last
+    for (int i = Plan::kWarps - 1 - warp; i < tasks; i += Plan::kWarps) {
       const int side = i >= query_tasks;
-      const Task task = batch.tasks[side][i - side * query_tasks];
-      float sums[kParts][kColumns / 16][2][4] = {};
-      if (kParts == 1 || task.tiles == kParts)
-        multiply_tiles<kParts>(memory, task, side, sums);
+      const Task task = batch_at(unknown(number)).tasks[side][i - side * query_tasks];
+      float sums[Plan::kParts][Plan::kColumns / 16][2][4] = {};
+      if (Plan::kParts == 1 || task.tiles == Plan::kParts)
+        multiply_tiles<Plan::kParts>(memory.rows, first_row, task, side, sums);
       else
-        multiply_tiles<1>(memory, task, side, sums);
+        multiply_tiles<1>(memory.rows, first_row, task, side, sums);
 #pragma unroll
-      for (int part = 0; part < kParts; ++part)
+      for (int part = 0; part < Plan::kParts; ++part) {
+        const int place = (task.tile + part) * kPicked;
+        const Batch<Plan>& same = batch_at(unknown(number));
         if (part == 0 || part < task.tiles)
-          store_tile(memory, memory.items[unknown(this_item)].sides[side],
-                     memory.batches[unknown(this_batch)].row[side], side, task.tile + part, sizes.D, sums[part]);
+          store_tile(memory.rows, memory.items[same.item].sides[side], same.row[side] + place, side, first_row + place,
+                     sizes.D, sums[part]);
+      }
     }
-    wait_for_copies();
-    // nobody reads the rows any longer
-    __syncthreads();
-    first = next_code;
-    if (!is_last) continue;
-    this_item ^= 1;
-    if (memory.items[this_item].num_codes == 0) return;
-    first = 0;
+    const uint32_t same = unknown(number);
+    if (Plan::kStages == 1 || (batch_at(same).is_alone() && !batch_at(same + 1).is_alone())) {
+      __syncthreads();
+      copy_rows(same + 1);
+    }
   }
 }
 

@@ -1,7 +1,7 @@
 // Sampled attention: every bucket's values are added up in a table, and every query adds up its buckets' sums. Both
-// are sums of rows that lie anywhere; tables are of a few heads at a time, which the second-level cache keeps. What is
-// read many times, some columns of a head's values or of a table, is copied to shared memory where it fits. Sums of
-// values there are products on tensor cores where these have 16 bits.
+// are sums of rows that lie anywhere, of a head at a time, which the second-level cache keeps. What is read many times,
+// some columns of a head's values or of a table, is copied to shared memory where it fits. Sums of values there are
+// products on tensor cores where these have 16 bits.
 #include "mma.h"
 #include "rows.h"
 #include "sort.h"
@@ -20,6 +20,9 @@ template <class In>
 constexpr int kSumsAhead = 128 / (kLaneColumns * sizeof(Sum<In>));
 // A bucket of more rows, and of more than this many times the mean, is added up by a warp.
 constexpr int64_t kCrowd = 64, kCrowdOfMean = 4;
+// Tables take so many times what the cache is to keep: that some leave it before they are read costs less than the ends
+// of more launches.
+constexpr int64_t kCaches = 4;
 // Hash functions for which a copy of the values' columns in shared memory is worth while.
 constexpr int64_t kHashesOfCopy = 4;
 // Entries that a warp adds up on tensor cores, rows that it multiplies at a time, and columns.
@@ -540,8 +543,8 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
                   kWarp * kLaneColumns, " columns, got value with ", p.Dv);
 
   const int64_t heads_sorted = heads_at_once(all_heads, num_hash, p.M, hash_code_len);
-  // tables of all hash functions of some heads, or of some hash functions of one, which the cache keeps
-  const int64_t table_bytes = table_size * p.entry_bytes, tables = device.cached_bytes() / table_bytes;
+  // tables of all hash functions of some heads, or of some hash functions of one
+  const int64_t table_bytes = table_size * p.entry_bytes, tables = kCaches * device.cached_bytes() / table_bytes;
   const int64_t heads_added = std::clamp<int64_t>(tables / num_hash, 1, heads_sorted);
   const int64_t hashes_added = std::clamp<int64_t>(tables, 1, num_hash);
   const Tensor memory =

@@ -12,8 +12,13 @@
 namespace yoso {
 namespace {
 
-// Of so many rows a bucket, most have two tiles of them.
-constexpr int64_t kRowsOfTwoTiles = 24;
+// Where so many buckets of the mean size do not fit a small batch, many a bucket does not fit one alone.
+constexpr int64_t kLargeShare = 3;
+// How blocks have rows that are not for tensor cores: as many of a multiprocessor.
+template <class In>
+struct AnyPlan {
+  static constexpr int kBlocks = sizeof(In) == sizeof(float) ? 2 : 1;
+};
 // How many items every block has to do at least, so that all end at much the same time, where there are so many codes;
 // and the codes of an item at most.
 constexpr int64_t kItemsOfBlock = 16, kMostCodes = Item<BFloat16>::kMostCodes;
@@ -69,16 +74,14 @@ struct SideMemory {
   }
 };
 
-template <class In>
+template <class In, class Plan>
 void sampled_backward(const Device& device, const Tensor& grad, const Tensor& query, const Tensor& key,
                       const Tensor& value, const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
                       const Tensor& grad_query, const Tensor& grad_key) {
   const int64_t H = query.size(1), all_heads = count_of(query.size(0) * H, "heads"), m = query_codes.size(2);
   const int64_t N = count_of(query.size(2), "queries"), M = count_of(key.size(2), "keys");
   const int64_t D = query.size(3), Dv = value.size(3), table_size = int64_t{1} << hash_code_len;
-  // by the kernels' launch bounds
-  const bool one_at_a_time = sizeof(In) == 8 || (kIsForTensorCores<In> && std::max(D, Dv) > 64);
-  const int64_t resident = (one_at_a_time ? 1 : 2) * device.num_multiprocessors();
+  const int64_t resident = Plan::kBlocks * device.num_multiprocessors();
   const int64_t heads_sorted = heads_at_once(all_heads, m, (N + M) / 2, hash_code_len);
   // hash functions of heads that there is memory for, whose codes are counted in 32 bits, and a launch's share of them
   const int64_t lists = std::min(lists_at_once<In>(device, N + M, D), (int64_t{1} << 30) / table_size);
@@ -116,18 +119,8 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
         const int64_t heads_now = std::min(most_heads, heads - first);
         const int64_t items = heads_now * sizes.hashes * sizes.items();
         if constexpr (kIsForTensorCores<In>) {
-          const auto multiply = [&](auto columns, auto parts) {
-            constexpr size_t shared_bytes = sizeof(MmaMemory<In, columns(), parts()>);
-            static_assert(shared_bytes <= size_t{99} << 10, "more than a block has on sm_86 and sm_89");
-            launch(device, multiply_buckets_mma_kernel<In, columns(), parts()>, std::min(items, resident),
-                   kMmaThreads<parts()>, shared_bytes, queries, keys, sizes, items, counter++);
-          };
-          if (std::max(D, Dv) > 64)
-            multiply(std::integral_constant<int, kMaxMmaColumns>{}, std::integral_constant<int, 1>{});
-          else if (std::max(N, M) < kRowsOfTwoTiles * table_size)
-            multiply(std::integral_constant<int, 64>{}, std::integral_constant<int, 1>{});
-          else
-            multiply(std::integral_constant<int, 64>{}, std::integral_constant<int, 2>{});
+          launch(device, multiply_buckets_mma_kernel<In, Plan>, std::min(items, resident), Plan::kThreads,
+                 sizeof(MmaMemory<In, Plan>), queries, keys, sizes, items, counter++);
         } else {
           launch(device, multiply_buckets_kernel<In>, items, kThreads, sizeof(AnyMemory<In>), queries, keys, sizes);
         }
@@ -149,6 +142,26 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
         finish(keys, key_memory, grad_key);
       }
   }
+}
+
+// Calls f with how blocks have up to so many rows a side, in table_size buckets, of up to so many columns.
+template <class In, class F>
+void dispatch_plan(const Device& device, int64_t rows, int64_t table_size, int64_t columns, const F& f) {
+  const auto dispatch = [&](auto most_columns) {
+    using Small = MmaPlan<most_columns(), false>;
+    using Large = MmaPlan<most_columns(), true>;
+    static_assert(sizeof(MmaMemory<In, Small>) <= size_t{99} << 10, "more than a block has on sm_86 and sm_89");
+    if (kLargeShare * rows > Small::kRows * table_size && sizeof(MmaMemory<In, Large>) <= device.shared_bytes())
+      f(Large{});
+    else
+      f(Small{});
+  };
+  if constexpr (!kIsForTensorCores<In>)
+    f(AnyPlan<In>{});
+  else if (columns <= 64)
+    dispatch(std::integral_constant<int, 64>{});
+  else
+    dispatch(std::integral_constant<int, kMaxMmaColumns>{});
 }
 
 std::tuple<Tensor, Tensor, Tensor> sampled_attention_backward_cuda(const Tensor& grad, const Tensor& query,
@@ -174,9 +187,13 @@ std::tuple<Tensor, Tensor, Tensor> sampled_attention_backward_cuda(const Tensor&
   const Tensor grads = tile_rows(grad, widest), queries = tile_rows(query, widest);
   const Tensor keys = tile_rows(key, widest), values = tile_rows(value, widest);
   TileOutput query_output(grad_query, queries), key_output(grad_key, keys);
+  const int64_t rows = std::max(query.size(2), key.size(2));
   dispatch_floating(queries, [&](auto element) {
-    sampled_backward<decltype(element)>(device, grads, queries, keys, values, query_codes, key_codes, hash_code_len,
-                                        query_output.tiles(), key_output.tiles());
+    using In = decltype(element);
+    dispatch_plan<In>(device, rows, int64_t{1} << hash_code_len, widest, [&](auto plan) {
+      sampled_backward<In, decltype(plan)>(device, grads, queries, keys, values, query_codes, key_codes, hash_code_len,
+                                           query_output.tiles(), key_output.tiles());
+    });
   });
   query_output.copy();
   key_output.copy();
