@@ -13,11 +13,15 @@ authors: beside the CUDA kernels of the paper's authors, version 1, at 4096 toke
 training: tokens a second and the largest batch of a base-size masked language model at 4096 tokens, bfloat16
     autocast, forward, loss and backward, beside RoBERTa with scaled_dot_product_attention; as RoBERTa does it, and
     with sparse_prediction, which is what scripts/run_mlm.py trains;
-ways: forward and backward with the latter by pairs and by buckets (docs/cuda.md), about where they cross.
+ways: forward and backward with the latter by pairs and by buckets (docs/cuda.md), about where they cross;
+kernels: what each kernel of our attention takes, by torch's profiler; some begin before those before them have ended,
+    so that their times add up to more than the whole. Left out unless it is named.
 """
 
 import argparse
 import os
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +35,7 @@ from bench_attention import BOTH, Sampled
 from harness import Case, WrongResult, argument_parser, compare, measure, parse_arguments, print_table, write_results
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.cpp_extension import load
 from transformers import PreTrainedModel, RobertaConfig, RobertaForMaskedLM
 
@@ -56,6 +61,7 @@ AUTHORS_LENGTH = 4096
 AUTHORS_SOURCES = "encoders/backbones/efficient_attentions/yoso/yoso_v1/cuda"
 TRAINING_LENGTH = 4096
 LENGTHS_OF_WAYS = (2048, 4096, 8192)
+PROFILED_RUNS = 3
 
 Rows = list[dict[str, Any]]
 # rows and, of the table, those that they give
@@ -313,14 +319,46 @@ def ways(args: argparse.Namespace) -> Iterator[Part]:
             yield measure(cases, args.repeats, args.seconds), []
 
 
-GROUPS = {group.__name__: group for group in (attention, float32, authors, training, ways)}
+def kernels(args: argparse.Namespace) -> Iterator[Part]:
+    activity = ProfilerActivity.CUDA if args.device == "cuda" else ProfilerActivity.CPU
+    for task in ASKED:
+        for length in args.lengths:
+            case = Sampled(args.device, task, length, batch=BATCH, dtype="bfloat16")
+            case.setup()
+            case.verify()
+            with profile(activities=[activity]) as profiler:
+                for _ in range(PROFILED_RUNS):
+                    case.run()
+                if args.device == "cuda":
+                    torch.cuda.synchronize()
+            times = defaultdict(list)
+            for event in profiler.events():
+                # not what the CPU does meanwhile
+                if event.device_type.name == args.device.upper():
+                    times[kernel_name(event.name)].append(event.time_range.elapsed_us() / 1e3)
+            rows = []
+            for name, of_kernel in sorted(times.items(), key=lambda item: -sum(item[1])):
+                figures = {"ms": sum(of_kernel) / PROFILED_RUNS, "launches": len(of_kernel) / PROFILED_RUNS}
+                rows.append({"case": name, "task": task, "length": length, **figures})
+                print(f"{name:60s} {task:22s} {length:6d} {figures['ms']:9.3f} ms {figures['launches']:6g} launches")
+            yield rows, []
+
+
+def kernel_name(name: str) -> str:
+    """A kernel's name without its namespaces, arguments and return type."""
+    return re.sub(r"void |\w+::|\(anonymous namespace\)::", "", name).partition("(")[0]
+
+
+GROUPS = {group.__name__: group for group in (attention, float32, authors, training, ways, kernels)}
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.set_defaults(device="cuda")
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="of attention")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=[*GROUPS][:-1])
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="of attention and kernels"
+    )
     parser.add_argument("--authors", type=Path, help="a clone of mlpen/YOSO, for the group authors")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a timed training step")
     args = parse_arguments(parser)

@@ -528,6 +528,21 @@ def test_both_ways_of_the_backward_are_timed_and_the_setting_is_left_as_it_was(m
     assert os.environ["YOSO_CUDA_BACKWARD"] == "as it was"
 
 
+def test_the_time_of_a_call_is_told_by_kernels(monkeypatch):
+    monkeypatch.setattr(bench_cuda, "BATCH", 2)
+    parts = list(bench_cuda.kernels(argparse.Namespace(device="cpu", lengths=[24])))
+    for (rows, table), task in zip(parts, ("forward", BOTH), strict=True):
+        assert table == []
+        assert {(row["task"], row["length"]) for row in rows} == {(task, 24)}
+        assert [row["ms"] for row in rows] == sorted((row["ms"] for row in rows), reverse=True)
+        launches = {row["case"]: row["launches"] for row in rows}
+        # the queries' and the keys'
+        assert (launches["hash_hadamard"], launches["sampled_attention"]) == (2, 1)
+        assert launches.get("sampled_attention_backward", 0) == (task == BOTH)
+    name = "void yoso::(anonymous namespace)::add_kernel<c10::BFloat16, yoso::(anonymous namespace)::Plan<64> >(int*)"
+    assert bench_cuda.kernel_name(name) == "add_kernel<BFloat16, Plan<64> >"
+
+
 def test_a_directory_without_the_authors_sources_is_refused(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["bench_cuda.py", "--authors", str(tmp_path)])
     with pytest.raises(SystemExit):
