@@ -50,7 +50,21 @@ print(torch._C._dispatch_has_kernel_for_dispatch_key("yoso_hf::unit_rows_backwar
                     "false",
                     "outside of all tensors",
                 ),
-                ("sampled_attention_backward", "buckets_mma.h", "any longer\n    __syncthreads();", "", "a race"),
+                ("sampled_attention_backward", "buckets_mma.h", "been read\n    __syncthreads();", "", "a race"),
+                (
+                    "sampled_attention_backward",
+                    "buckets_mma.h",
+                    "__syncthreads();\n      copy_rows(same",
+                    "copy_rows(same",
+                    "a race",
+                ),
+                (
+                    "sampled_attention_backward",
+                    "sampled_attention_pairs.cu",
+                    "__syncthreads();\n      add_to_queries",
+                    "add_to_queries",
+                    "a race",
+                ),
                 ("sampled_attention_backward", "buckets_any.h", "      __syncwarp();", ";", "a race"),
                 (
                     "sampled_attention_backward",
@@ -76,9 +90,9 @@ def test_a_mistake_is_found(kernel, file, line, instead, message, tmp_path, monk
     code = """
 import os
 from test_kernels import Inputs, assert_as_accurate_as_pytorch
-os.environ["YOSO_CUDA_BACKWARD"] = "buckets"
-for dtype in (torch.bfloat16, torch.float32):
-    for columns, tau in ((64, 6), (40, 4)):
+for way, dtype in (("buckets", torch.bfloat16), ("buckets", torch.float32), ("pairs", torch.bfloat16)):
+    os.environ["YOSO_CUDA_BACKWARD"] = way
+    for columns, tau in ((64, 6), (40, 4), (64, 1)):
         inputs = Inputs("random", (1, 2, 333, 90, 64, columns, 4, tau), dtype)
         assert_as_accurate_as_pytorch(inputs.sampled, dtype)
 """
