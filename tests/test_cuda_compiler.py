@@ -86,7 +86,7 @@ def test_a_mistake_is_found(kernel, file, line, instead, message, tmp_path, monk
     monkeypatch.setattr(emulator, "ROOT", root)
     kernels = root / "kernels.so"
     # with what the backward calls
-    emulator.build(kernels, kernels=(kernel,) if kernel == "sampled_attention" else ("sampled_attention_*",))
+    emulator.build(kernels, kernels=(kernel,) if kernel == "sampled_attention" else ("sampled_attention*",))
     code = """
 import os
 from test_kernels import Inputs, assert_as_accurate_as_pytorch

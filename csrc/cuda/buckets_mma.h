@@ -54,15 +54,17 @@ __device__ __forceinline__ float warp_max(float x) {
 // How many tiles of kPicked rows there are.
 __host__ __device__ constexpr int32_t tiles_of(int32_t rows) { return (rows + kPicked - 1) / kPicked; }
 
-// 16-bit rows in shared memory. Pieces change places by row, so that those of eight rows fall into different banks.
-template <int kColumns>
+// 16-bit rows in shared memory. Pieces change places by row, so that those of eight rows fall into different banks: of
+// neighbours, or with kApart, also of two neighbours of each of four times eight rows, in the order of Fragments.
+template <int kColumns, bool kApart = false>
 struct Matrix {
   static constexpr int kRowBytes = kColumns * 2;
   unsigned char* data;
 
   // the piece last, which takes one instruction where others of the row are known
   __device__ __forceinline__ unsigned char* piece(uint32_t row, uint32_t piece) const {
-    return data + ((row * kRowBytes + row % 8 * 16) ^ piece * 16);
+    const uint32_t order = (kApart ? row ^ row / 8 * 2 : row) % 8;
+    return data + ((row * kRowBytes + order * 16) ^ piece * 16);
   }
   // Where that is in shared memory. The row's piece p ^ i is at the address ^ 16 i, and piece p of a row that is 8 i
   // further on 8 i kRowBytes behind.
@@ -193,7 +195,7 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& tar
     __syncthreads();
   }
   const Power<In> power(largest);
-  const Matrix<kColumns> high{memory}, low{memory + kColumns * kColumns * sizeof(In)};
+  const Matrix<kColumns, true> high{memory}, low{memory + kColumns * kColumns * sizeof(In)};
 #pragma unroll
   for (int down = 0; down < kDown; ++down)
 #pragma unroll
