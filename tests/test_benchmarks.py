@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -619,6 +620,30 @@ def test_the_times_without_kernels_are_those_of_the_results(task):
         by_length = measured("attention-cpu-reference.json", task, case, "ms")
         cells = table[f"{name}, {task}"].items()
         assert {length: float(cell.replace(",", "")) for length, cell in cells} == pytest.approx(by_length, abs=0.5)
+
+
+def test_the_figures_of_a_gpu_are_those_of_the_results():
+    results = json.loads((BENCHMARKS / "results" / "cuda-h200.json").read_text())
+    ms = defaultdict(list)
+    for row in results["rows"]:
+        if row["group"] == "attention":
+            ms[row["case"].partition(" ")[0].replace("yoso", "YOSO"), row["task"], row["length"]].append(row["ms"])
+    head, *rows = page_rows("N =", "docs/cuda.md")
+    lengths = [int(cell.replace(",", "")) for cell in head[1:-1]]
+    ratios = {row["name"]: row for row in results["table"]}
+    for (own, *own_cells, growth), (other, *other_cells, _), (_, *ratio_cells, asked_growth) in zip(
+        rows[::3], rows[1::3], rows[2::3], strict=True
+    ):
+        (name, task), (other_name, other_task) = own.split(", "), other.split(", ")
+        assert task == other_task
+        assert float(growth) == pytest.approx(ratios[f"{task}: time at N = 65536 over 4096"]["ratio"], abs=0.05)
+        assert asked_growth == f"{ratios[f'{task}: time at N = 65536 over 4096']['asked']} at most"
+        for length, *cells, ratio in zip(lengths, own_cells, other_cells, ratio_cells, strict=True):
+            found = [min(ms[case, task, length]) for case in (name, other_name)]
+            assert [float(cell) for cell in cells] == pytest.approx(found, rel=5e-3, abs=0.005)
+            ratio, _, asked = ratio.partition("; ")
+            assert float(ratio) == pytest.approx(found[1] / found[0], rel=0.03)
+            assert asked == (f"{bench_cuda.ASKED[task][length][0]}" if length in bench_cuda.ASKED[task] else "")
 
 
 @pytest.mark.parametrize("name", ["BERT (sdpa)", "transformers' Yoso", "Nystromformer", "Longformer", "YOSO"])
