@@ -68,13 +68,17 @@ class Inputs:
 
     def sampled(self, namespace, dtype):
         """What the sampled operators give, forward and backward."""
-        grad, query, key, value = (x.to(dtype) for x in (self.grad, self.query, self.key, self.value))
-        arguments = (query, key, value, *self.codes, self.tau)
+        arguments = (*(x.to(dtype) for x in (self.query, self.key, self.value)), *self.codes, self.tau)
         return [
             namespace.sampled_attention(*arguments, False, False)[0],
             *namespace.sampled_attention(*arguments, False, True),
-            *namespace.sampled_attention_backward(grad, *arguments),
+            *self.sampled_backward(namespace, dtype),
         ]
+
+    def sampled_backward(self, namespace, dtype):
+        """What the backward alone gives: the gradients of query, key and value."""
+        rows = (x.to(dtype) for x in (self.grad, self.query, self.key, self.value))
+        return namespace.sampled_attention_backward(*rows, *self.codes, self.tau)
 
     def expectation(self, namespace, dtype, backwards=(False, True)):
         """What the exact operators give, forward and with both backwards, and the gradient of the normalisation."""
@@ -205,12 +209,7 @@ def test_kernels_are_as_accurate_as_pytorch(shape, dtype, way):
 )
 def test_backward_of_many_hash_functions_is_as_accurate_as_pytorch(shape, dtype):
     inputs = Inputs("mixed", shape, dtype)
-
-    def outputs(namespace, dtype):
-        rows = (x.to(dtype) for x in (inputs.grad, inputs.query, inputs.key, inputs.value))
-        return namespace.sampled_attention_backward(*rows, *inputs.codes, inputs.tau)
-
-    assert_as_accurate_as_pytorch(outputs, dtype)
+    assert_as_accurate_as_pytorch(inputs.sampled_backward, dtype)
 
 
 # of 160 to 240 rows, half of which have a block's memory to themselves; some of 352 and more, which do not fit it; and
@@ -222,12 +221,7 @@ def test_backward_of_many_hash_functions_is_as_accurate_as_pytorch(shape, dtype)
 def test_backward_of_large_buckets_is_as_accurate_as_pytorch(shape, dtype, monkeypatch):
     monkeypatch.setenv("YOSO_CUDA_BACKWARD", "buckets")
     inputs = Inputs("random", shape, dtype)
-
-    def outputs(namespace, dtype):
-        rows = (x.to(dtype) for x in (inputs.grad, inputs.query, inputs.key, inputs.value))
-        return namespace.sampled_attention_backward(*rows, *inputs.codes, inputs.tau)
-
-    assert_as_accurate_as_pytorch(outputs, dtype)
+    assert_as_accurate_as_pytorch(inputs.sampled_backward, dtype)
 
 
 @pytest.mark.usefixtures("way")
@@ -237,12 +231,7 @@ def test_gradients_of_rows_far_from_length_one_are_as_accurate_as_pytorch(factor
     inputs = Inputs("random", (1, 2, 157, 301, 64, 64, 4, 4), torch.bfloat16)
     inputs.query *= factor
     inputs.key *= factor
-
-    def outputs(namespace, dtype):
-        rows = (x.to(dtype) for x in (inputs.grad, inputs.query, inputs.key, inputs.value))
-        return namespace.sampled_attention_backward(*rows, *inputs.codes, inputs.tau)
-
-    assert_as_accurate_as_pytorch(outputs, torch.bfloat16)
+    assert_as_accurate_as_pytorch(inputs.sampled_backward, torch.bfloat16)
 
 
 @needs_cuda_kernels
