@@ -409,7 +409,8 @@ __host__ __device__ inline int32_t sharing_slices(int32_t row_columns) {
 
 // Adds up the queries' buckets where tables hold all hash functions and rows are aligned, but scales no row to length
 // one. A block has some columns of many queries of a head, and those of each table in turn in shared memory: of as many
-// tables as at_once says, a power of two, and of as many on their way.
+// tables as at_once says, a power of two, and of as many on their way. Entries are added by tensor cores, as products
+// of the identity with these.
 template <class In, class Code>
 __global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Problem<In, Code> p, int at_once) {
   start_after_launches_before();
@@ -427,7 +428,8 @@ __global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Pro
   const int lane = threadIdx.x % kSharingLanes, place = threadIdx.x / kSharingLanes;
   const int32_t table_size = 1 << p.hash_code_len;
   const Sum<In>* tables = row_at(p.tables + first_column, head * p.num_hash * table_size, p.entry_bytes);
-  const Code* codes = p.query_codes + int64_t{head} * p.num_hash * p.N + first_row;
+  const Code *first_codes = p.query_codes + int64_t{head} * p.num_hash * p.N + first_row + place;
+  const Code* codes = first_codes;
   Sum<In>* shared = shared_memory<Sum<In>>();
 
   // of each of the tables, with an entry of zeros for codes without a bucket
@@ -450,15 +452,21 @@ __global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Pro
       }
     }
   };
-  // the last query's code again past it
-  int row_of[kSharingQueries];
+  // how many queries the lane has; past the last there is no bucket
+  const int queries = static_cast<int>(unknown((rows - place + kSharingRows - 1) / kSharingRows));
   uint32_t next[kSharingQueries];
+  const auto load_codes = [&](int first) {
 #pragma unroll
-  for (int i = 0; i < kSharingQueries; ++i) {
-    row_of[i] = min(i * kSharingRows + place, rows - 1);
-    next[i] = static_cast<uint32_t>(codes[row_of[i]]);
-  }
-  T sums[kSharingQueries][kLaneColumns] = {};
+    for (int i = first; i < first + kAhead; ++i)
+      if (i < queries) next[i] = static_cast<uint32_t>(codes[i * kSharingRows]);
+  };
+  memset(next, -1, sizeof(next));
+  for (int first = 0; first < kSharingQueries; first += kAhead) load_codes(first);
+  // of the entries of the warp's lanes, columns 2t and 2t + 1 of those of lanes g, g + 8, g + 16 and g + 24
+  const int warp_lane = threadIdx.x % kWarp, g = warp_lane / 4, t = warp_lane % 4;
+  float sums[kSharingQueries][2][4] = {};
+  const uint32_t one = unknown(g / 2 == t ? 0x3F80u << (g % 2 * 16) : 0);
+  const uint32_t identity[4] = {one, 0, 0, one};
   copy_tables(0);
   for (int32_t hash = 0; hash < p.num_hash; ++hash) {
     if ((hash & (at_once - 1)) == 0) {
@@ -468,33 +476,71 @@ __global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Pro
       copy_tables(hash + at_once);
     }
     if (hash + 1 < p.num_hash) codes += p.N;
-    const Sum<In>* table = shared + (hash & (2 * at_once - 1)) * shared_size + lane * kLaneColumns;
+    const uint32_t table = static_cast<uint32_t>(__cvta_generic_to_shared(
+        shared + (hash & (2 * at_once - 1)) * shared_size + lane * kLaneColumns));
 #pragma unroll
     for (int first = 0; first < kSharingQueries; first += kAhead) {
       if (first * kSharingRows >= rows) break;
-      Sum<In> some[kAhead][kLaneColumns];
+      uint32_t entries[kAhead][4];
 #pragma unroll
-      for (int i = first; i < first + kAhead; ++i) {
-        load(table + min(next[i], static_cast<uint32_t>(table_size)) * kSharingColumns, some[i - first]);
-        next[i] = static_cast<uint32_t>(codes[row_of[i]]);
-      }
+      for (int i = 0; i < kAhead; ++i)
+        load_matrices<true>(entries[i], table + min(next[first + i], static_cast<uint32_t>(table_size)) *
+                                                    static_cast<uint32_t>(kSharingColumns * sizeof(Sum<In>)));
+      load_codes(first);
 #pragma unroll
-      for (int i = first; i < first + kAhead; ++i) add(some[i - first], sums[i]);
+      for (int i = 0; i < kAhead; ++i)
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+          multiply_add<In>(sums[first + i][n], identity, {entries[i][2 * n], entries[i][2 * n + 1]});
     }
   }
 
-  const int32_t column = first_column + lane * kLaneColumns;
-  if (column >= p.Dv) return;
   const int32_t batch_head = p.first_head + head;
+  // what is not finite has made no numbers of other rows' sums, by products with zero
+  float zero = 0;
 #pragma unroll
-  for (int i = 0; i < kSharingQueries; ++i) {
-    const int row = i * kSharingRows + place;
-    if (row >= rows) break;
-    In rounded[kLaneColumns];
+  for (int i = 0; i < kSharingQueries; ++i)
 #pragma unroll
-    for (int c = 0; c < kLaneColumns; ++c) rounded[c] = static_cast<In>(sums[i][c] * (T{1} / p.num_hash));
-    store(rounded, p.out.at(batch_head / p.H, batch_head % p.H, first_row + row) + column);
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) zero += 0 * sums[i][n][j];
+  if (__ballot_sync(kAllLanes, zero != 0) != 0) {
+    const int32_t column = first_column + lane * kLaneColumns;
+    if (column >= p.Dv) return;
+#pragma unroll 1
+    for (int row = place; row < rows; row += kSharingRows) {
+      T sum[kLaneColumns] = {};
+#pragma unroll 1
+      for (int32_t hash = 0; hash < p.num_hash; ++hash) {
+        const auto code = static_cast<uint32_t>(first_codes[int64_t{hash} * p.N + row - place]);
+        Sum<In> entry[kLaneColumns] = {};
+        if (code < table_size) load(row_at(tables + lane * kLaneColumns, hash * table_size + code, p.entry_bytes), entry);
+        add(entry, sum);
+      }
+      In rounded[kLaneColumns];
+#pragma unroll
+      for (int c = 0; c < kLaneColumns; ++c) rounded[c] = static_cast<In>(sum[c] * (T{1} / p.num_hash));
+      store(rounded, p.out.at(batch_head / p.H, batch_head % p.H, first_row + row) + column);
+    }
+    return;
   }
+#pragma unroll
+  for (int i = 0; i < kSharingQueries; ++i)
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        // the lane of the warp whose entries these are of
+        const int owner = threadIdx.x - warp_lane + 16 * n + 8 * j + g;
+        const int row = i * kSharingRows + owner / kSharingLanes;
+        const int32_t column = first_column + owner % kSharingLanes * kLaneColumns + 2 * t;
+        if (row >= rows || column >= p.Dv) continue;
+        const In rounded[2] = {static_cast<In>(sums[i][n][2 * j] * (1.0f / p.num_hash)),
+                               static_cast<In>(sums[i][n][2 * j + 1] * (1.0f / p.num_hash))};
+        uint32_t pair;
+        memcpy(&pair, rounded, sizeof(pair));
+        *reinterpret_cast<uint32_t*>(p.out.at(batch_head / p.H, batch_head % p.H, first_row + row) + column) = pair;
+      }
 }
 
 // Scales the rows of the output to length one, where they are aligned.
