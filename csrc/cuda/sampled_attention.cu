@@ -181,104 +181,93 @@ __device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4, warps = kCopyThreads / kWarp;
   // as a power of two, how many tiles a table's entries have
   const int32_t table_size = 1 << p.hash_code_len, tile_bits = max(p.hash_code_len - 4, 0);
-  const int32_t columns = kLaneColumns << lane_bits, tiles = hashes << tile_bits;
+  const int32_t columns = kLaneColumns << lane_bits;
   // a warp has neighbours, whose rows are neighbours in the order
   const auto first_of = [&](int32_t warp) {
-    return static_cast<int32_t>(int64_t{(columns - 1) / kTileColumns + 1} * tiles * warp / warps);
+    return static_cast<int32_t>(int64_t{(columns - 1) / kTileColumns + 1} * (hashes << tile_bits) * warp / warps);
   };
-  const int32_t first_tile = first_of(threadIdx.x / kWarp), count = first_of(threadIdx.x / kWarp + 1) - first_tile;
+  const int32_t last_tile = first_of(threadIdx.x / kWarp + 1);
   const int64_t first_list = int64_t{head} * p.num_hash + p.first_hash + first_hash;
-  const int32_t *all_starts = p.starts + first_list * (table_size + 1), *all_orders = p.order + first_list * p.M;
-  Sum<In>* all_tables =
+  Sum<In>* tables =
       row_at(p.tables + first_column + 2 * t, head * p.hashes + first_hash << p.hash_code_len, p.entry_bytes);
-  const auto table_of = [&](int32_t tile) { return tile >> tile_bits; };
-  const auto entry_of = [&](int32_t tile) { return (tile & ((1 << tile_bits) - 1)) * kTileEntries; };
-  // where the rows of entry `lane` of a tile begin, and those of the last one end
-  const auto load_start = [&](int32_t tile) {
-    const int32_t* starts = row_at(all_starts, table_of(tile), (table_size + 1) * sizeof(int32_t));
-    return starts[min(entry_of(tile) + lane, table_size)];
-  };
-  int32_t tile = first_tile % tiles, column = first_tile / tiles * kTileColumns;
-  int32_t next_start = count > 0 ? load_start(tile) : 0;
-  // the lane's row of those from a position in the order on, and of the next
-  int32_t position = 0, row = 0, row_after = 0;
 #pragma unroll 1
-  for (int32_t left = count; left > 0; --left) {
-    const int32_t start = next_start, next_tile = tile + 1 < tiles ? tile + 1 : 0;
-    if (left > 1) next_start = load_start(next_tile);
-    const int32_t end = __shfl_sync(kAllLanes, start, kTileEntries);
-    const int32_t* order = row_at(all_orders, table_of(tile), p.M * sizeof(int32_t));
+  for (int32_t tile = first_of(threadIdx.x / kWarp), end_tile; tile < last_tile; tile = end_tile) {
+    // those of one table
+    end_tile = min((tile >> tile_bits) + 1 << tile_bits, last_tile);
+    const int32_t table = (tile >> tile_bits) % hashes, column = (tile >> tile_bits) / hashes * kTileColumns;
+    const int32_t first_entry = (tile & ((1 << tile_bits) - 1)) * kTileEntries;
+    // where the rows of entry `lane` of a tile begin, and those of the last one end
+    const int32_t* starts =
+        p.starts + (first_list + table) * (table_size + 1) + first_entry + min(lane, min(kTileEntries, table_size));
+    const int32_t* order = unknown(p.order + (first_list + table) * p.M);
     // past the last row there is the last again, in no entry
-    const auto load = [&](int32_t first) { return order[min(first + lane, p.M - 1)]; };
-    if (left == count || entry_of(tile) == 0) {
-      position = __shfl_sync(kAllLanes, start, 0);
-      row = load(position);
-      row_after = load(position + kWarp);
-    }
+    const auto load = [&](int32_t first) { return __ldg(order + min(first + lane, p.M - 1)); };
+    Sum<In>* to = row_at(tables + column, (table << p.hash_code_len) + first_entry + g, p.entry_bytes);
+    int32_t start = *starts;
+    // the lane's row of those from a position in the order on, and of the next
+    int32_t position = __shfl_sync(kAllLanes, start, 0), row = load(position), row_after = load(position + kWarp);
     // columns 0 to 7, and 8 to 15 if there are any
     const In* values = shared + column * row_stride(p.M);
-    const uint32_t next_columns = column + kLaneColumns < columns ? row_stride(p.M) * kLaneColumns * sizeof(In) : 0;
+    const uint32_t next_columns =
+        unknown(column + kLaneColumns < columns ? row_stride(p.M) * kLaneColumns * sizeof(In) : 0);
     const uint32_t values_address = unknown(static_cast<uint32_t>(__cvta_generic_to_shared(values)));
-    // Two positions of rows in the list, 2t and the next, less where an entry's rows begin, and less where these end: a
-    // bit says that they are not before it. It is also the only one of 2 as BFloat16 and as Half.
-    constexpr uint32_t kTwo = 0x4000, kPair = 0x10001;
-    uint32_t since_begin[2], since_end[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t first = position + 2 * t + kTwo;
-      since_begin[i] = (first - __shfl_sync(kAllLanes, start, g + 8 * i)) * kPair + 0x10000;
-      since_end[i] = (first - __shfl_sync(kAllLanes, start, g + 8 * i + 1)) * kPair + 0x10000;
-    }
-    float sums[2][4] = {};
+    const int32_t columns_to_store = min(columns, p.Dv - first_column) - column;
 #pragma unroll 1
-    while (position < end) {
-      // of each 8 rows a matrix of 8 columns
-      uint32_t b[2][4];
-      const uint32_t row_address = values_address + row * (kLaneColumns * sizeof(In));
-      load_matrices<true>(b[0], row_address);
-      load_matrices<true>(b[1], row_address + next_columns);
-      // what is left of these is the next tile's
-      const bool has_more = position + kWarp <= end;
-      if (has_more) {
+    for (int32_t left = end_tile - tile; left > 0; --left) {
+      const int32_t end = __shfl_sync(kAllLanes, start, kTileEntries);
+      // Two positions of rows in the list, 2t and the next, less where an entry's rows begin, and less where these end:
+      // a bit says that they are not before it. It is also the only one of 2 as BFloat16 and as Half.
+      constexpr uint32_t kTwo = 0x4000, kPair = 0x10001;
+      uint32_t since_begin[2], since_end[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t first = position + 2 * t + kTwo;
+        since_begin[i] = (first - __shfl_sync(kAllLanes, start, g + 8 * i)) * kPair + 0x10000;
+        since_end[i] = (first - __shfl_sync(kAllLanes, start, g + 8 * i + 1)) * kPair + 0x10000;
+      }
+      if (left > 1) start = *(starts += kTileEntries);
+      float sums[2][4] = {};
+#pragma unroll 1
+      while (position < end) {
+        // of each 8 rows a matrix of 8 columns
+        uint32_t b[2][4];
+        const uint32_t row_address = values_address + row * (kLaneColumns * sizeof(In));
+        load_matrices<true>(b[0], row_address);
+        load_matrices<true>(b[1], row_address + next_columns);
+#pragma unroll
+        for (int s = 0; s < kWarp / kTileRows; ++s) {
+          uint32_t a[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int i = k % 2;
+            a[k] = since_begin[i] & ~since_end[i] & kTwo * kPair;
+            since_begin[i] += 8 * kPair;
+            since_end[i] += 8 * kPair;
+          }
+#pragma unroll
+          for (int n = 0; n < 2; ++n) multiply_add<In>(sums[n], a, {b[n][2 * s], b[n][2 * s + 1]});
+        }
+        // what is left of these is the next tile's
+        if (position + kWarp > end) break;
         position += kWarp;
         row = row_after;
         row_after = load(position + kWarp);
       }
 #pragma unroll
-      for (int s = 0; s < kWarp / kTileRows; ++s) {
-        uint32_t a[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const int i = k % 2;
-          a[k] = since_begin[i] & ~since_end[i] & kTwo * kPair;
-          since_begin[i] += 8 * kPair;
-          since_end[i] += 8 * kPair;
-        }
+      for (int i = 0; i < 2; ++i) {
+        if (g + 8 * i >= table_size) break;
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          multiply_add<In>(sums[n], a, {b[n][2 * s], b[n][2 * s + 1]});
+          if (8 * n >= columns_to_store) break;
+          struct alignas(2 * sizeof(Sum<In>)) Pair {
+            Sum<In> first, second;
+          };
+          *reinterpret_cast<Pair*>(row_at(to + 8 * n, 8 * i, p.entry_bytes)) = {
+              static_cast<Sum<In>>(sums[n][2 * i] / 2), static_cast<Sum<In>>(sums[n][2 * i + 1] / 2)};
         }
       }
-      if (!has_more) break;
+      to = row_at(to, kTileEntries, p.entry_bytes);
     }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int32_t tile_column = column + n * 8;
-      if (tile_column >= columns || first_column + tile_column >= p.Dv) break;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int32_t entry = entry_of(tile) + g + 8 * i;
-        if (entry >= table_size) break;
-        Sum<In>* to = row_at(all_tables + tile_column, (table_of(tile) << p.hash_code_len) + entry, p.entry_bytes);
-        struct alignas(2 * sizeof(Sum<In>)) Pair {
-          Sum<In> first, second;
-        };
-        *reinterpret_cast<Pair*>(to) = {static_cast<Sum<In>>(sums[n][2 * i] / 2),
-                                        static_cast<Sum<In>>(sums[n][2 * i + 1] / 2)};
-      }
-    }
-    tile = next_tile;
-    if (tile == 0) column += kTileColumns;
   }
 }
 
