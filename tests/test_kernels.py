@@ -314,7 +314,7 @@ def test_tables_and_values_in_shared_memory(shape, dtype):
 
 # where GPUs multiply copies of the values in shared memory, and where they add them up from the cache
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize("shape", [(1, 2, 130, 300, 8, 24, 5, 6), (1, 2, 40, 300, 8, 40, 1, 2)])
+@pytest.mark.parametrize("shape", [(1, 2, 1100, 300, 8, 24, 5, 6), (1, 2, 40, 300, 8, 40, 1, 2)])
 def test_values_that_are_no_numbers_or_huge_spoil_sums_they_are_in_only(shape, dtype):
     inputs = Inputs("random", shape, dtype)
     inputs.value[:, 0, 3, 1] = float("nan")

@@ -73,30 +73,28 @@ struct Matrix {
   }
 };
 
-// The gradients or values of `count` picked rows, a lane's being g and g + 8: pieces t, t + 4 and so on. Products of
-// rows may take columns in any order, if all rows do: two registers are a step of 16 columns of all four lanes.
+// The gradients or values of 16 rows, a lane's being g and g + 8: pieces t, t + 4 and so on. Products of rows may take
+// columns in any order, if all rows do: two registers are a step of 16 columns of all four lanes.
 template <int kColumns>
 struct Fragments {
   uint32_t rows[2][kColumns / 32][4];
 
+  // Of the lane's rows.
   template <class In>
-  __device__ __forceinline__ Fragments(uint32_t lane, const HeadSide<In>& side, const PickedRows<float>& picked,
-                                       int count, int columns) {
-    const int g = lane / 4, t = lane % 4;
+  __device__ __forceinline__ Fragments(const In* const (&from)[2], int columns) {
+    const int first = threadIdx.x % 4 * 8;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const In* from = row_at(side.others, picked.at(g + 8 * half), side.other_bytes) + 8 * t;
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int i = 0; i < kColumns / 32; ++i) {
-        uint4 piece = make_uint4(0, 0, 0, 0);
-        if (g + 8 * half < count && 32 * i + 8 * t < columns)
-          piece = __ldg(reinterpret_cast<const uint4*>(from + 32 * i));
-        rows[half][i][0] = piece.x;
-        rows[half][i][1] = piece.y;
-        rows[half][i][2] = piece.z;
-        rows[half][i][3] = piece.w;
+        // that what is past the last column is loaded too lets all loads be under way at once
+        const bool exists = 32 * i + first < columns;
+        const uint4 piece = __ldg(reinterpret_cast<const uint4*>(from[half] + (exists ? 32 * i + first : 0)));
+        rows[half][i][0] = exists ? piece.x : 0;
+        rows[half][i][1] = exists ? piece.y : 0;
+        rows[half][i][2] = exists ? piece.z : 0;
+        rows[half][i][3] = exists ? piece.w : 0;
       }
-    }
   }
 
   __device__ __forceinline__ void left(uint32_t (&a)[4], int i, int step) const {
@@ -120,6 +118,8 @@ __device__ __forceinline__ uint4 scaled(const uint4& piece, float factor) {
 // How many rows of either side multiply_through_product copies to a block's memory at a time.
 template <int kColumns>
 constexpr int kProductRows = 16384 / kColumns;
+// And how many of them a thread has a piece of on its way.
+constexpr int kProductRowsAhead = 4;
 
 // multiply_through_product on tensor cores. The product is kept as two 16-bit numbers an element: one alone would be
 // off in directions that the rows do not have, which the normalisation's gradient does not cancel.
@@ -140,25 +140,38 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& tar
   for (int from = 0; from < source_span.count; from += kRows) {
     const int count = min(kRows, source_span.count - from);
     __syncthreads();
-#pragma unroll 4
-    for (int i = threadIdx.x; i < tiles_of(count) * kPicked * kPieces; i += Plan::kThreads) {
-      const int r = i / kPieces, piece = i % kPieces;
-      uint4 other = make_uint4(0, 0, 0, 0), row = other;
-      if (r < count) {
-        const int32_t number = sources.order[source_span.first + from + r];
-        const In* other_row = row_at(sources.others, number, sources.other_bytes);
-        const In* row_itself = row_at(sources.rows, number, sources.row_bytes);
-        // of the inverse length, the rows take up a power of two, which they do without an error
-        const float inverse = sources.inverse_length[number];
-        const float power = 2 * __int_as_float(__float_as_int(inverse) & 0x7f800000);
-        if (piece * 8 < sizes.Dv)
-          other = scaled<In>(*reinterpret_cast<const uint4*>(other_row + piece * 8),
-                             power > 0 ? inverse / power : 0);
-        if (piece * 8 < sizes.D)
-          row = scaled<In>(*reinterpret_cast<const uint4*>(row_itself + piece * 8), power);
+    // several rows are on their way at a time
+    constexpr int kStep = Plan::kThreads / kPieces, kAhead = kProductRowsAhead;
+    const int piece = threadIdx.x % kPieces, rows_in_all = tiles_of(count) * kPicked;
+#pragma unroll 1
+    for (int first = threadIdx.x / kPieces; first < rows_in_all; first += kAhead * kStep) {
+      int32_t number[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int r = first + j * kStep;
+        number[j] = r < count ? __ldg(sources.order + source_span.first + from + r) : -1;
       }
-      *reinterpret_cast<uint4*>(others.piece(r, piece)) = other;
-      *reinterpret_cast<uint4*>(rows.piece(r, piece)) = row;
+      uint4 other[kAhead] = {}, row[kAhead] = {};
+      float inverse[kAhead] = {};
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (number[j] < 0) continue;
+        inverse[j] = __ldg(sources.inverse_length + number[j]);
+        if (piece * 8 < sizes.Dv)
+          other[j] =
+              __ldg(reinterpret_cast<const uint4*>(row_at(sources.others, number[j], sources.other_bytes)) + piece);
+        if (piece * 8 < sizes.D)
+          row[j] = __ldg(reinterpret_cast<const uint4*>(row_at(sources.rows, number[j], sources.row_bytes)) + piece);
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int r = first + j * kStep;
+        if (r >= rows_in_all) break;
+        // of the inverse length, the rows take up a power of two, which they do without an error
+        const float power = 2 * __int_as_float(__float_as_int(inverse[j]) & 0x7f800000);
+        *reinterpret_cast<uint4*>(others.piece(r, piece)) = scaled<In>(other[j], power > 0 ? inverse[j] / power : 0);
+        *reinterpret_cast<uint4*>(rows.piece(r, piece)) = scaled<In>(row[j], power);
+      }
     }
     __syncthreads();
     for (int r = warp < kProductWarps ? 0 : count; r < count; r += kPicked) {
@@ -217,10 +230,19 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& tar
         }
   __syncthreads();
 
+  // the lane's row of a tile's 16; past the last there is the last again, which has an address
+  const auto number_of = [&](int tile) {
+    return __ldg(targets.order + target_span.first + min(tile * kPicked + lane % kPicked, target_span.count - 1));
+  };
+  int32_t next_number = warp * kPicked < target_span.count ? number_of(warp) : 0;
   for (int tile = warp; tile * kPicked < target_span.count; tile += Plan::kWarps) {
-    const Span span{target_span.first + tile * kPicked, target_span.count - tile * kPicked};
-    const PickedRows<float> picked(lane, targets, span, targets, span);
-    const Fragments<kColumns> left(lane, targets, picked, span.count, sizes.Dv);
+    const int32_t number = next_number;
+    if ((tile + Plan::kWarps) * kPicked < target_span.count) next_number = number_of(tile + Plan::kWarps);
+    const auto lane_row = [&](int half) { return __shfl_sync(kAllLanes, number, g + 8 * half); };
+    const In* other[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) other[half] = row_at(targets.others, lane_row(half), targets.other_bytes);
+    const Fragments<kColumns> left(other, sizes.Dv);
     float sums[kColumns / 16][2][4] = {};
 #pragma unroll
     for (int pair = 0; pair < kColumns / 16; ++pair)
@@ -246,11 +268,11 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& tar
     const In* row[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int r = g + 8 * half;
-      to.addend[half] = row_at(targets.addends, picked.at(r), targets.addend_bytes);
-      to.inverse_length[half] = __shfl_sync(kAllLanes, picked.inverse_length, r);
-      to.exists[half] = r < span.count;
-      row[half] = row_at(targets.rows, picked.at(r), targets.row_bytes) + 2 * t;
+      const int32_t mine = lane_row(half);
+      to.addend[half] = row_at(targets.addends, mine, targets.addend_bytes);
+      to.inverse_length[half] = __ldg(targets.inverse_length + mine);
+      to.exists[half] = tile * kPicked + g + 8 * half < target_span.count;
+      row[half] = row_at(targets.rows, mine, targets.row_bytes) + 2 * t;
     }
     to.store(lane, sums, sizes.D, [&](int half, int piece) {
       return 8 * piece < sizes.D ? __ldg(reinterpret_cast<const uint32_t*>(row[half] + 8 * piece)) : 0;
@@ -668,11 +690,11 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
     }
     const Batch<Plan>& tasks_of = batch_at(unknown(number));
     const int query_tasks = tasks_of.num_tasks[0], tasks = query_tasks + tasks_of.num_tasks[1];
-    const int first_row = first_row_of(number);
     // the first warp, which chooses, comes last
     for (int i = Plan::kWarps - 1 - warp; i < tasks; i += Plan::kWarps) {
       const int side = i >= query_tasks;
       const Task task = batch_at(unknown(number)).tasks[side][i - side * query_tasks];
+      const int first_row = first_row_of(unknown(number));
       float sums[Plan::kParts][Plan::kColumns / 16][2][4] = {};
       if (Plan::kParts == 1 || task.tiles == Plan::kParts)
         multiply_tiles<Plan::kParts>(memory.rows, first_row, task, side, sums);
