@@ -47,6 +47,15 @@ def run_emulated(kernels: Path, code: str, *arguments: str, **settings: str) -> 
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-5000:]
 
 
+def assert_no_register_is_spilled(log: str, but: str = "kernelId") -> None:
+    """By what nvcc says of kernels, but for some: those of float64, unless given, which is there to be right."""
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    names = re.findall(r"Compiling entry function '(\w+)' for", log)
+    assert len(spills) == len(names) > 50
+    hot = {name: numbers for name, numbers in zip(names, spills, strict=True) if re.search(but, name) is None}
+    assert {name: numbers for name, numbers in hot.items() if set(numbers) != {"0"}} == {}
+
+
 PASS_TESTS = """
 import pytest
 from yoso_hf import ops
@@ -88,7 +97,9 @@ def test_emulated_kernels_pass_the_tests_of_the_kernels(emulated_kernels, select
 def test_kernels_of_smaller_gpus_pass_the_tests_of_the_kernels(tmp_path):
     """Less shared memory, and no launch that starts early."""
     kernels = tmp_path / "kernels.so"
-    emulator.build(kernels, arch=86, kernels=("sampled_*", "first_order_attention"))
+    log = emulator.build(kernels, arch=86, kernels=("sampled_*", "first_order_attention"))
+    # of the first order's gradients one is too large by some 30 registers
+    assert_no_register_is_spilled(log, but="kernelId|query_gradients_kernel")
     # what hashes is the same for all
     run_emulated(kernels, PASS_TESTS, str(TESTS / "test_kernels.py"), "-k", "not hash")
 
@@ -209,12 +220,7 @@ with pytest.raises(RuntimeError, match="scale rows of at most 256 columns, got v
 @needs_emulator
 def test_kernels_keep_to_their_registers(built_emulator):
     _, log = built_emulator
-    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    names = re.findall(r"Compiling entry function '(\w+)' for", log)
-    assert len(spills) == len(names) > 50
-    # float64 is there to be right
-    hot = {name: numbers for name, numbers in zip(names, spills, strict=True) if "kernelId" not in name}
-    assert {name: numbers for name, numbers in hot.items() if set(numbers) != {"0"}} == {}
+    assert_no_register_is_spilled(log)
 
 
 @needs_emulator

@@ -16,9 +16,6 @@ constexpr int kThreads = 128, kWarps = kThreads / kWarp;
 constexpr int32_t kStepsOfSum = 16;
 // rows by hash functions that a launch has at most, unless one head has more
 constexpr int64_t kRowsAtOnce = int64_t{1} << 26;
-// blocks that a multiprocessor has at a time: with more, registers would be spilled
-template <class In, bool aligned>
-constexpr int kBlocks = sizeof(In) == 8 ? 1 : sizeof(In) == 2 && aligned ? 4 : 3;
 
 // The inverse length of a row, and the gradient of a query's total or the weight of a key.
 template <class T>
@@ -52,6 +49,17 @@ struct Sizes {
 // What is added up: of queries the output, or their gradient; or the gradients of keys, of values and of keys' weights.
 enum class Task { kOutput, kQueries, kKeys };
 
+// Blocks that a multiprocessor has at a time: with more, registers would be spilled.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kBlocksOfKeys = 3;
+#else
+constexpr int kBlocksOfKeys = 4;
+#endif
+template <class In, bool aligned, Task task>
+constexpr int kBlocks = sizeof(In) == 8                ? 1
+                        : sizeof(In) != 2 || !aligned  ? 3
+                        : task == Task::kKeys          ? kBlocksOfKeys
+                                                       : 4;
 // rows that a group of lanes reads at the same time: as many as registers hold
 template <class In, bool aligned, Task task>
 constexpr int kStepsOf = sizeof(In) == 2 && aligned && task == Task::kOutput ? 8 : 4;
@@ -237,7 +245,7 @@ __device__ __forceinline__ void write_sums(T (&sums)[kLaneColumns], int columns,
 
 // Adds up what every row meets. kLanes lanes, a group, have a row that is met.
 template <class In, int kLanes, bool aligned, Task task>
-__global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
+__global__ void __launch_bounds__(kThreads, kBlocks<In, aligned, task>)
     add_met_rows_kernel(Sizes sizes, typename TaskOf<In, task>::Mine mine, typename TaskOf<In, task>::Met met,
                         Sums<In, task> out) {
   using T = Accumulator<In>;
@@ -299,19 +307,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
     const int32_t total = __shfl_sync(kAllLanes, end, kWarp - 1);
     const int32_t* order = met.order + (int64_t{head} * sizes.num_hash + first_hash) * met.count;
 
-    for (int32_t base = 0; base < total; base += kSteps * kGroups) {
-      if (base > 0 && base % (kStepsOfSum * kSteps * kGroups) == 0) {
-        for_sums([&](T& sum, T& aside) {
-          aside = has_put_aside ? aside + sum : sum;
-          sum = 0;
-        });
-        has_put_aside = true;
-      }
-      // lane i of a group knows what the group takes in step i, as do those that are i modulo kSteps
-      const int32_t my_slot = base + lane % kSteps * kGroups + group;
-      const bool exists = my_slot < total;
-      // the others take the last row that is met, with weight zero
-      const int32_t slot = min(my_slot, total - 1);
+    // what a lane knows of a row that its group takes: in step i lane i does, as do those that are i modulo kSteps
+    struct Taken {
+      int32_t row, parts;
+      Numbers<T> numbers;
+    };
+    const auto slot_of = [&](int32_t base) { return base + lane % kSteps * kGroups + group; };
+    const auto take = [&](int32_t base) {
+      // past the last row that is met there is the last again, with weight zero
+      const int32_t slot = min(slot_of(base), total - 1);
       int hash = 0;
 #pragma unroll
       for (int half = kWarp / 2; half > 0; half /= 2)
@@ -320,17 +324,30 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
       const int32_t first = __shfl_sync(kAllLanes, meeting.first, hash);
       const int32_t parts = __shfl_sync(kAllLanes, meeting.parts, hash);
       const int32_t met_row = order[int64_t{hash} * met.count + Meeting::place<of_keys>(first, parts, slot - begin)];
-      const Numbers<T> met_numbers = all_met_numbers[met_row];
-
+      return Taken{met_row, parts, all_met_numbers[met_row]};
+    };
+    Taken next = {};
+    if (total > 0) next = take(0);
+    for (int32_t base = 0; base < total; base += kSteps * kGroups) {
+      if (base > 0 && base % (kStepsOfSum * kSteps * kGroups) == 0) {
+        for_sums([&](T& sum, T& aside) {
+          aside = has_put_aside ? aside + sum : sum;
+          sum = 0;
+        });
+        has_put_aside = true;
+      }
+      const Taken taken = next;
       In rows[kSteps][kLaneColumns];
       typename TaskOf<In, task>::MetOther others[kSteps][kLaneColumns];
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        const int32_t taken = __shfl_sync(kAllLanes, met_row, i, kLanes);
-        load_columns<aligned>(row_at(met_rows, taken, met.row_bytes), aligned ? kLaneColumns : columns, rows[i]);
-        load_columns<aligned>(row_at(met_others, taken, met.other_bytes), aligned ? kLaneColumns : other_columns,
+        const int32_t met_row = __shfl_sync(kAllLanes, taken.row, i, kLanes);
+        load_columns<aligned>(row_at(met_rows, met_row, met.row_bytes), aligned ? kLaneColumns : columns, rows[i]);
+        load_columns<aligned>(row_at(met_others, met_row, met.other_bytes), aligned ? kLaneColumns : other_columns,
                               others[i]);
       }
+      // what is read of the rows after them is on its way while these are added
+      next = take(base + kSteps * kGroups);
       T products[kSteps], x[kLaneColumns];
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
@@ -339,9 +356,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
       }
       const T product = sum_of_group<kLanes>(products);
       const T probability =
-          probability_of(product * my_numbers.inverse_length * met_numbers.inverse_length, sizes.hash_code_len);
-      const T share = static_cast<T>(parts) / (sizes.num_hash * probability);
-      const T key_weight = of_keys ? my_numbers.other : met_numbers.other;
+          probability_of(product * my_numbers.inverse_length * taken.numbers.inverse_length, sizes.hash_code_len);
+      const T share = static_cast<T>(taken.parts) / (sizes.num_hash * probability);
+      const T key_weight = of_keys ? my_numbers.other : taken.numbers.other;
       const Remainder<T> remainder(scale * product);
       const T weight = share * remainder.value;
       // factors of the rows that are met, and of 1
@@ -353,11 +370,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned>)
           products[i] = product_of(my_other, x);
         }
         // the gradient of the pair's weight
-        const T gradient = sum_of_group<kLanes>(products) + (of_keys ? met_numbers.other : my_numbers.other);
+        const T gradient = sum_of_group<kLanes>(products) + (of_keys ? taken.numbers.other : my_numbers.other);
         by_row = scale * share * remainder.slope * gradient * key_weight;
         by_one = weight * gradient;
       }
-      if (!exists) by_row = by_other = by_one = 0;
+      if (slot_of(base) >= total) by_row = by_other = by_one = 0;
       if (lane % kLanes < kSteps) number_sum += by_one;
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
