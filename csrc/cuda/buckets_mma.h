@@ -615,10 +615,13 @@ __device__ __forceinline__ void store_tile(BatchRows<In, Plan>& memory, const He
     to.inverse_length[half] = memory.inverse_length[side][first + 8 * half];
     to.exists[half] = number >= 0;
   }
-  const Matrix<Plan::kColumns> own = memory.rows_of(side);
-  to.store(lane, sums, columns, [&](int half, int piece) {
-    return reinterpret_cast<const uint32_t*>(own.piece(first + 8 * half, piece))[lane % 4];
-  });
+  uint32_t own[kPairs][4];
+  if constexpr (sizeof(Addend<In>) == 2) {
+    const uint32_t own_rows = memory.rows_of(side).address(place + lane % 16, lane / 16);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) load_matrices<false>(own[i], own_rows ^ i * 32);
+  }
+  to.store(lane, sums, columns, [&](int half, int piece) { return own[piece / 2][piece % 2 * 2 + half]; });
 }
 
 // multiply_buckets_kernel on tensor cores. items: how many there are, and next, how many blocks have taken.
