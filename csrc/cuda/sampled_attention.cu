@@ -2,9 +2,10 @@
 // are sums of rows that lie anywhere, of a head at a time, which the second-level cache keeps. What is read many times,
 // some columns of a head's values or of a table, is copied to shared memory where it fits. Sums of values there are
 // products on tensor cores where these have 16 bits.
+#include "sampled_attention.h"
+
 #include "mma.h"
 #include "rows.h"
-#include "sort.h"
 
 namespace yoso {
 namespace {
@@ -417,7 +418,7 @@ __global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Pro
   const int lane = threadIdx.x % kSharingLanes, place = threadIdx.x / kSharingLanes;
   const int32_t table_size = 1 << p.hash_code_len;
   const Sum<In>* tables = row_at(p.tables + first_column, head * p.num_hash * table_size, p.entry_bytes);
-  const Code *first_codes = p.query_codes + int64_t{head} * p.num_hash * p.N + first_row + place;
+  const Code* first_codes = p.query_codes + int64_t{head} * p.num_hash * p.N + first_row + place;
   const Code* codes = first_codes;
   Sum<In>* shared = shared_memory<Sum<In>>();
 
@@ -465,8 +466,8 @@ __global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Pro
       copy_tables(hash + at_once);
     }
     if (hash + 1 < p.num_hash) codes += p.N;
-    const uint32_t table = static_cast<uint32_t>(__cvta_generic_to_shared(
-        shared + (hash & (2 * at_once - 1)) * shared_size + lane * kLaneColumns));
+    const uint32_t table = static_cast<uint32_t>(
+        __cvta_generic_to_shared(shared + (hash & (2 * at_once - 1)) * shared_size + lane * kLaneColumns));
 #pragma unroll
     for (int first = 0; first < kSharingQueries; first += kAhead) {
       if (first * kSharingRows >= rows) break;
@@ -503,7 +504,8 @@ __global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Pro
       for (int32_t hash = 0; hash < p.num_hash; ++hash) {
         const auto code = static_cast<uint32_t>(first_codes[int64_t{hash} * p.N + row - place]);
         Sum<In> entry[kLaneColumns] = {};
-        if (code < table_size) load(row_at(tables + lane * kLaneColumns, hash * table_size + code, p.entry_bytes), entry);
+        if (code < table_size)
+          load(row_at(tables + lane * kLaneColumns, hash * table_size + code, p.entry_bytes), entry);
         add(entry, sum);
       }
       In rounded[kLaneColumns];
@@ -553,7 +555,8 @@ __global__ void __launch_bounds__(kRowThreads) scale_rows_kernel(Problem<In, Cod
 
 template <class In, class Code>
 void sampled_forward(const Device& device, const Tensor& query_codes, const Tensor& key_codes, const Tensor& value,
-                     int64_t hash_code_len, const Tensor& out, const Tensor& inverse_length) {
+                     int64_t hash_code_len, const Tensor& out, const Tensor& inverse_length,
+                     const SortedCodes* key_order) {
   const int64_t all_heads = count_of(value.size(0) * value.size(1), "heads"), num_hash = query_codes.size(2);
   const int64_t table_size = int64_t{1} << hash_code_len;
   Problem<In, Code> p;
@@ -577,7 +580,8 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   STD_TORCH_CHECK(p.slices == 1 || p.inverse_length == nullptr, "the CUDA kernels scale rows of at most ",
                   kWarp * kLaneColumns, " columns, got value with ", p.Dv);
 
-  const int64_t heads_sorted = heads_at_once(all_heads, num_hash, p.M, hash_code_len);
+  const int64_t heads_sorted =
+      key_order == nullptr ? heads_at_once(all_heads, num_hash, p.M, hash_code_len) : all_heads;
   // tables of all hash functions of some heads, or of some hash functions of one
   const int64_t table_bytes = table_size * p.entry_bytes, tables = kCaches * device.cached_bytes() / table_bytes;
   const int64_t heads_added = std::clamp<int64_t>(tables / num_hash, 1, heads_sorted);
@@ -608,7 +612,9 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
 
   for (int64_t sorted = 0; sorted < all_heads; sorted += heads_sorted) {
     const int64_t sorted_end = std::min(sorted + heads_sorted, all_heads);
-    const SortedCodes keys = sort_codes(device, key_codes, sorted, sorted_end - sorted, hash_code_len);
+    const SortedCodes keys = key_order == nullptr
+                                 ? sort_codes(device, key_codes, sorted, sorted_end - sorted, hash_code_len)
+                                 : *key_order;
     // the first has to wait for the order as a whole
     bool early = false;
     const auto launch_next = [&](const auto& kernel, int64_t blocks, int threads, size_t shared_bytes,
@@ -655,7 +661,8 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
 }  // namespace
 
 std::tuple<Tensor, Tensor> sum_by_buckets(const Device& device, const Tensor& value, const Tensor& query_codes,
-                                          const Tensor& key_codes, int64_t hash_code_len, bool unit) {
+                                          const Tensor& key_codes, int64_t hash_code_len, bool unit,
+                                          const SortedCodes* key_order) {
   const Tensor rows = dense_rows(value);
   Tensor out = empty_heads_last(value, value.size(0), value.size(1), query_codes.size(3), value.size(3));
   Tensor inverse_length = empty_inverse_length(out, unit);
@@ -663,7 +670,7 @@ std::tuple<Tensor, Tensor> sum_by_buckets(const Device& device, const Tensor& va
     dispatch_floating(rows, [&](auto element) {
       dispatch_codes(query_codes, [&](auto code) {
         sampled_forward<decltype(element), decltype(code)>(device, query_codes, key_codes, rows, hash_code_len, out,
-                                                           inverse_length);
+                                                           inverse_length, key_order);
       });
     });
   }

@@ -6,7 +6,6 @@
 #include "rows.h"
 #include "sampled_attention.h"
 #include "sampled_attention_pairs.h"
-#include "sort.h"
 #include "tile_rows.h"
 
 namespace yoso {
@@ -47,6 +46,12 @@ __global__ void __launch_bounds__(kRowThreads)
     side.inverse_length[int64_t{place.head} * side.count + row] = square > 0 ? 1 / sqrt(square) : 0;
 }
 
+// How many heads' codes are sorted at a time.
+int64_t heads_sorted_at_once(const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len) {
+  return heads_at_once(query_codes.size(0) * query_codes.size(1), query_codes.size(2),
+                       (query_codes.size(3) + key_codes.size(3)) / 2, hash_code_len);
+}
+
 // What a side takes beside its rows and codes, of the heads that are sorted and of those of a launch.
 template <class In>
 struct SideMemory {
@@ -77,12 +82,12 @@ struct SideMemory {
 template <class In, class Plan>
 void sampled_backward(const Device& device, const Tensor& grad, const Tensor& query, const Tensor& key,
                       const Tensor& value, const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
-                      const Tensor& grad_query, const Tensor& grad_key) {
+                      const SortedCodes* all_query_order, const Tensor& grad_query, const Tensor& grad_key) {
   const int64_t H = query.size(1), all_heads = count_of(query.size(0) * H, "heads"), m = query_codes.size(2);
   const int64_t N = count_of(query.size(2), "queries"), M = count_of(key.size(2), "keys");
   const int64_t D = query.size(3), Dv = value.size(3), table_size = int64_t{1} << hash_code_len;
   const int64_t resident = Plan::kBlocks * device.num_multiprocessors();
-  const int64_t heads_sorted = heads_at_once(all_heads, m, (N + M) / 2, hash_code_len);
+  const int64_t heads_sorted = heads_sorted_at_once(query_codes, key_codes, hash_code_len);
   // hash functions of heads that there is memory for, whose codes are counted in 32 bits, and a launch's share of them
   const int64_t lists = std::min(lists_at_once<In>(device, N + M, D), (int64_t{1} << 30) / table_size);
   const int64_t most_hashes = even_share(m, lists), most_heads = even_share(heads_sorted, lists / m);
@@ -96,7 +101,9 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
   const int lane_bits = lane_bits_for(D);
   for (int64_t sorted = 0; sorted < all_heads; sorted += heads_sorted) {
     const int64_t heads = std::min(heads_sorted, all_heads - sorted);
-    const SortedCodes query_order = sort_codes(device, query_codes, sorted, heads, hash_code_len);
+    const SortedCodes query_order = all_query_order == nullptr
+                                        ? sort_codes(device, query_codes, sorted, heads, hash_code_len)
+                                        : *all_query_order;
     const SortedCodes key_order = sort_codes(device, key_codes, sorted, heads, hash_code_len);
     const Side<In> queries = query_memory.side(query, grad, query_order);
     const Side<In> keys = key_memory.side(key, value, key_order);
@@ -181,7 +188,13 @@ std::tuple<Tensor, Tensor, Tensor> sampled_attention_backward_cuda(const Tensor&
                                           grad_query, grad_key, grad_value);
     return {grad_query, grad_key, grad_value};
   }
-  const Tensor grad_value = std::get<0>(sum_by_buckets(device, grad, key_codes, query_codes, hash_code_len, false));
+  // queries are sorted once, where those of all heads are at a time
+  std::optional<SortedCodes> sorted;
+  if (heads_sorted_at_once(query_codes, key_codes, hash_code_len) == B * H)
+    sorted = sort_codes(device, query_codes, 0, B * H, hash_code_len);
+  const SortedCodes* query_order = sorted ? &*sorted : nullptr;
+  const Tensor grad_value =
+      std::get<0>(sum_by_buckets(device, grad, key_codes, query_codes, hash_code_len, false, query_order));
   if (grad_query.numel() == 0 && grad_key.numel() == 0) return {grad_query, grad_key, grad_value};
   const int64_t widest = std::max(D, value.size(3));
   const Tensor grads = tile_rows(grad, widest), queries = tile_rows(query, widest);
@@ -192,7 +205,7 @@ std::tuple<Tensor, Tensor, Tensor> sampled_attention_backward_cuda(const Tensor&
     using In = decltype(element);
     dispatch_plan<In>(device, rows, int64_t{1} << hash_code_len, widest, [&](auto plan) {
       sampled_backward<In, decltype(plan)>(device, grads, queries, keys, values, query_codes, key_codes, hash_code_len,
-                                           query_output.tiles(), key_output.tiles());
+                                           query_order, query_output.tiles(), key_output.tiles());
     });
   });
   query_output.copy();
