@@ -14,15 +14,21 @@
 namespace yoso {
 namespace {
 
+// How much memory a block has: what every GPU has, half of a multiprocessor's 228 KB, or all of that.
+enum class PlanSize { kSmall, kMiddle, kLarge };
+
 // How a block has rows of up to kColumns_ columns. Where buckets are small, several blocks fit a multiprocessor, and
-// one multiplies while another waits for its rows. Where they are large, a block has all of the shared memory, for two
-// batches, of which one is multiplied while the other comes, or one that is twice as large; a warp has two tiles of 16
-// rows of a bucket at a time, for which it reads the rows that they meet once.
-template <int kColumns_, bool kIsLarge>
+// one multiplies while another waits for its rows; 24 tiles keep eight warps busy more evenly than 20. Where buckets
+// are large, a block has all of the shared memory, for two batches, of which one is multiplied while the other comes,
+// or one that is twice as large; a warp has two tiles of 16 rows of a bucket at a time, for which it reads the rows
+// that they meet once.
+template <int kColumns_, PlanSize kSize>
 struct MmaPlan {
+  static constexpr bool kIsLarge = kSize == PlanSize::kLarge;
   static constexpr int kColumns = kColumns_, kStages = kIsLarge ? 2 : 1, kParts = kIsLarge && kColumns <= 64 ? 2 : 1;
   // of a side of a batch, and of one that has all of the memory
-  static constexpr int kTiles = kColumns > 64 ? 5 : kIsLarge ? 11 : 10, kMostTiles = kStages * kTiles;
+  static constexpr int kTiles = kColumns > 64 ? 5 : kIsLarge ? 11 : kSize == PlanSize::kMiddle ? 12 : 10;
+  static constexpr int kMostTiles = kStages * kTiles;
   static constexpr int kRows = kTiles * kPicked, kMostRows = kMostTiles * kPicked;
   static constexpr int kWarps = kParts == 2 ? 12 : 8, kThreads = kWarps * kWarp;
   // of a multiprocessor, as registers go

@@ -155,13 +155,17 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
 template <class In, class F>
 void dispatch_plan(const Device& device, int64_t rows, int64_t table_size, int64_t columns, const F& f) {
   const auto dispatch = [&](auto most_columns) {
-    using Small = MmaPlan<most_columns(), false>;
-    using Large = MmaPlan<most_columns(), true>;
+    using Small = MmaPlan<most_columns(), PlanSize::kSmall>;
+    using Large = MmaPlan<most_columns(), PlanSize::kLarge>;
     static_assert(sizeof(MmaMemory<In, Small>) <= size_t{99} << 10, "more than a block has on sm_86 and sm_89");
     if (kLargeShare * rows > Small::kRows * table_size && sizeof(MmaMemory<In, Large>) <= device.shared_bytes())
-      f(Large{});
-    else
-      f(Small{});
+      return f(Large{});
+    if constexpr (Small::kBlocks == 2) {
+      using Middle = MmaPlan<most_columns(), PlanSize::kMiddle>;
+      // a multiprocessor keeps 1 KB for each block beside what it asks for
+      if (2 * sizeof(MmaMemory<In, Middle>) + 1024 <= device.shared_bytes()) return f(Middle{});
+    }
+    f(Small{});
   };
   if constexpr (!kIsForTensorCores<In>)
     f(AnyPlan<In>{});
