@@ -225,6 +225,16 @@ def test_backward_of_large_buckets_is_as_accurate_as_pytorch(shape, dtype, monke
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("data", ["equal", "random"])
+def test_gradients_without_columns_of_values_are_zero(data, dtype):
+    """In buckets of all rows too."""
+    inputs = Inputs(data, (1, 2, 420, 450, 16, 0, 2, 3), dtype)
+    for gradient, x in zip(inputs.sampled_backward(ops, dtype), (inputs.query, inputs.key, inputs.value), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(x, dtype=dtype))
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("factor", [1e-18, 1e18])
 def test_gradients_of_rows_far_from_length_one_are_as_accurate_as_pytorch(factor):
     """Squares of the lengths just fit float32, products of two such squares do not."""

@@ -247,7 +247,10 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<In>& tar
     const auto lane_row = [&](int half) { return __shfl_sync(kAllLanes, number, g + 8 * half); };
     const In* other[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) other[half] = row_at(targets.others, lane_row(half), targets.other_bytes);
+    for (int half = 0; half < 2; ++half)
+      // others without columns have no address, and the row is as good where none is taken
+      other[half] = sizes.Dv > 0 ? row_at(targets.others, lane_row(half), targets.other_bytes)
+                                 : row_at(targets.rows, lane_row(half), targets.row_bytes);
     const Fragments<kColumns> left(other, sizes.Dv);
     float sums[kColumns / 16][2][4] = {};
 #pragma unroll
