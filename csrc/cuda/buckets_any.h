@@ -243,7 +243,8 @@ __device__ __forceinline__ void multiply_through_product(const HeadSide<T>& targ
     load_tile<false, kThreads>(TileSource<T>{{}, sizes.Dv, side.aligned}, row, column, to);
     return count;
   };
-  for (int32_t other = 0; other < sizes.Dv; other += kTile)
+  // once at least: without columns of values, the sums are zero
+  for (int32_t other = 0; other < max(sizes.Dv, 1); other += kTile)
     for (int32_t column = 0; column < sizes.D; column += kTile) {
       T product[n][kSide] = {};
       for (int from = 0; from < source_span.count; from += kTile) {
