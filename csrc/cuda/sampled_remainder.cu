@@ -60,6 +60,7 @@ constexpr int kBlocks = sizeof(In) == 8                ? 1
                         : sizeof(In) != 2 || !aligned  ? 3
                         : task == Task::kKeys          ? kBlocksOfKeys
                                                        : 4;
+
 // rows that a group of lanes reads at the same time: as many as registers hold
 template <class In, bool aligned, Task task>
 constexpr int kStepsOf = sizeof(In) == 2 && aligned && task == Task::kOutput ? 8 : 4;
