@@ -31,6 +31,7 @@ else:
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 COMPILER, NVCC = shutil.which("g++"), shutil.which("nvcc")
+ARCHS = ("80", "86", "89", "90", "90a")
 AVAILABLE = COMPILER is not None and NVCC is not None and platform.machine() == "x86_64"
 # fast enough to run, and quick to compile; sums and products are not contracted, as nvcc has decided which are
 FLAGS = ["-std=c++20", "-Og", "-fira-algorithm=priority", "-march=native", "-ffp-contract=off", "-fwrapv"]
@@ -41,12 +42,12 @@ KERNEL_FLAGS = [*NVCC_FLAGS, "-lineinfo", "-Xptxas", "-v"]
 KERNEL_FLAGS += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DYOSO_CUDA_EMULATOR"]
 
 
-def build(target: Path, arch: int = 90, kernels: Sequence[str] = ("*",)) -> str:
+def build(target: Path, arch: str = "90a", kernels: Sequence[str] = ("*",)) -> str:
     """Compile and link the library.
 
     Args:
         target: the file to write.
-        arch: 80, 86, 89 or 90, the architecture that nvcc compiles for and that the emulated GPU has.
+        arch: one of ARCHS, the architecture that nvcc compiles for and that the emulated GPU has.
         kernels: which sources of csrc/cuda, without their suffix; all unless given.
 
     Returns:
@@ -70,7 +71,7 @@ def build(target: Path, arch: int = 90, kernels: Sequence[str] = ("*",)) -> str:
     def compile_one(source: Path, folder: Path) -> tuple[list[str], str]:
         folder.mkdir()
         program, translated, kernels = (folder / name for name in ("program.o", "kernels.cpp", "kernels.o"))
-        command = [NVCC, "-c", str(source), "-o", str(program), f"-DYOSO_EMULATOR_ARCH={arch}", *includes]
+        command = [NVCC, "-c", str(source), "-o", str(program), f"-DYOSO_EMULATOR_ARCH={arch.rstrip('a')}", *includes]
         if source.suffix == ".cpp":
             run(*command, *NVCC_FLAGS, "-O3")
             return [str(program)], ""
@@ -91,6 +92,6 @@ def build(target: Path, arch: int = 90, kernels: Sequence[str] = ("*",)) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--arch", type=int, default=90, choices=(80, 86, 89, 90))
+    parser.add_argument("--arch", default="90a", choices=ARCHS)
     args = parser.parse_args()
     build(args.target, args.arch)

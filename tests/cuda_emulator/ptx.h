@@ -11,6 +11,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "tensor_cores.h"
 #include "threads.h"
 
 #define PTX_INLINE inline __attribute__((always_inline))
@@ -292,27 +293,6 @@ std::array<uint32_t, 4> load_matrices(const uint16_t* row, int operation) {
   });
 }
 
-// The sum, as GPUs are known to add: numbers are cut to multiples of one that is below the last bit of the largest, and
-// the sum to a float32.
-inline float sum_on_tensor_cores(const float (&numbers)[17]) {
-  constexpr uint32_t kInfinite = 0x7F800000, kMantissaBits = 23;
-  uint32_t largest = 0;
-  for (const float x : numbers) largest = std::max(largest, std::bit_cast<uint32_t>(x) & ~(1u << 31));
-  if (largest >= kInfinite) {
-    float sum = 0;
-    for (const float x : numbers) sum += x;
-    return sum;
-  }
-  // to less than 2^25
-  const uint32_t exponent = std::min(2 * 127 + 24 - (largest >> kMantissaBits), 2 * 127u);
-  const float scale = std::bit_cast<float>(exponent << kMantissaBits);
-  int32_t sum = 0;
-  for (const float x : numbers) sum += static_cast<int32_t>(x * scale);
-  const double exact = double{1} * sum / scale;
-  const auto nearest = static_cast<float>(exact);
-  return std::fabs(nearest) > std::fabs(exact) ? std::nextafter(nearest, 0.0f) : nearest;
-}
-
 // c plus the product of a 16 x 16 and a 16 x 8 matrix. Element (i, k) of the first is of lane 4 (i % 8) + k % 8 / 2, in
 // register i / 8 + 2 (k / 8); (k, j) of the second of lane 4 j + k % 8 / 2, in register k / 8; (i, j) of c and of the
 // result of lane 4 (i % 8) + j / 2, in register 2 (i / 8) + j % 2.
@@ -344,13 +324,13 @@ std::array<float, 4> multiply_matrices(const std::array<uint32_t, 4>& a, const s
         }
       }
     }
-    std::array<float, 4> result;
+    float numbers[17][4];
     for (unsigned r = 0; r < 4; ++r) {
-      float numbers[17];
-      for (unsigned k = 0; k < 16; ++k) numbers[k] = left[r / 2][k] * right[r % 2][k];
-      numbers[16] = c[r];
-      result[r] = sum_on_tensor_cores(numbers);
+      for (unsigned k = 0; k < 16; ++k) numbers[k][r] = left[r / 2][k] * right[r % 2][k];
+      numbers[16][r] = c[r];
     }
+    std::array<float, 4> result;
+    emulator::sum_on_tensor_cores(numbers, result.data());
     return result;
   });
 }

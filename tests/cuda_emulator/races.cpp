@@ -5,6 +5,9 @@
 // Shuffles, votes and matrix products order nothing here: CUDA promises that of __syncwarp and
 // __syncthreads only. Two writes race also where both write the same. Additions of integers, which need no order, race
 // with all but each other.
+//
+// What a warpgroup's product reads, its tensor cores read by a way of their own, the async proxy: whoever wrote it needs
+// a fence.proxy.async between the write and the barrier.
 #include <cstdio>
 #include <memory>
 #include <unordered_map>
@@ -23,12 +26,14 @@ struct Moment {
   unsigned thread = 0;
   // of the launches, the first that may not have ended
   uint64_t first_running = 0;
+  // the fences before it, of the thread's own
+  size_t proxy_fences = 0;
   const char* place = "";
 
   static Moment now(const char* place) {
     const bool alone = !block.early || block.thread().launches_before_ended;
     return {block.launch, block.serial, block.barrier.generation, emulator::warp().syncs, block.current,
-            alone ? block.launch : block.first_running, place};
+            alone ? block.launch : block.first_running, block.thread().proxy_fences.size(), place};
   }
   unsigned warp() const { return thread / 32; }
   // whether this, which came before, is ordered before the other
@@ -37,6 +42,12 @@ struct Moment {
     if (serial != other.serial) return false;
     if (thread == other.thread || barriers < other.barriers) return true;
     return warp() == other.warp() && syncs < other.syncs;
+  }
+  // whether this, a write of the same block, is seen by tensor cores now
+  bool is_fenced() const {
+    const std::vector<uint64_t>& fences = block.threads[thread].proxy_fences;
+    if (fences.size() <= proxy_fences) return false;
+    return thread == block.current || fences[proxy_fences] < block.barrier.generation;
   }
 };
 
@@ -96,7 +107,8 @@ Record& record_of(uintptr_t address) {
 }
 
 void on_access(Access access, const void* address, size_t bytes, const char* place) {
-  const bool reads = access == Access::kRead, adds = access == Access::kAdd;
+  const bool by_tensor_cores = access == Access::kReadUntilWaitedFor;
+  const bool reads = access == Access::kRead || by_tensor_cores, adds = access == Access::kAdd;
   const char* const what = reads ? "read" : adds ? "addition" : "write";
   const Moment now = Moment::now(place);
   const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
@@ -107,6 +119,8 @@ void on_access(Access access, const void* address, size_t bytes, const char* pla
       for (Moment* before : {&record.write, &record.reads.last, &record.additions.last})
         if (before->serial != now.serial) *before = {};
     if (!record.write.is_before(now)) report(what, "write", record.write, place);
+    if (by_tensor_cores && record.write.serial == now.serial && !record.write.is_fenced())
+      report("read by tensor cores without fence.proxy.async", "write", record.write, place);
     if (!adds && !record.additions.are_before(now)) report(what, "addition", record.additions.last, place);
     if (!reads && !record.reads.are_before(now)) report(what, "read", record.reads.last, place);
     if (reads) {

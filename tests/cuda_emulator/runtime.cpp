@@ -86,8 +86,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrL2CacheSize:
       *value = cache_bytes_of_device();
       break;
-    // whatever it has been compiled for: a newer GPU takes PTX for older ones
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = YOSO_EMULATOR_ARCH / 10; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = YOSO_EMULATOR_ARCH % 10; break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(shared_bytes_of_device()); break;
     default: return cudaErrorInvalidValue;
   }

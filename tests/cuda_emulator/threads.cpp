@@ -42,6 +42,7 @@ bool is_private(const void* address) {
 void thread_main() {
   block.body();
   if (!block.thread().copies.empty()) fail("copies that nobody waited for");
+  if (!block.thread().products.empty()) fail("products of a warpgroup that nobody waited for");
   // a launch ends after those before it
   if (block.early && !block.thread().launches_before_ended) fail("an end without waiting for the launches before");
   block.thread().done = true;
@@ -70,6 +71,7 @@ void run_block() {
   if (counts_stretches)
     for (Thread& thread : block.threads) thread.stretch_counts.resize(block.kernel->stretches.size());
   block.warps.assign((count + 31) / 32, {});
+  block.warpgroups.assign((count + kWarpgroup - 1) / kWarpgroup, {});
   block.barrier = {};
   std::fill(std::begin(block.yes), std::end(block.yes), 0);
   block.alive = count;
@@ -162,11 +164,18 @@ void look_at(Access access, const void* address, size_t bytes, const char* place
 
 void copy_ahead(const Copy& copy) {
   if (reinterpret_cast<uintptr_t>(copy.from) % copy.bytes != 0) fail("an address that is not aligned", copy.place);
-  block.thread().copies.push_back(copy);
+  block.thread().copies.open.push_back(copy);
 }
 
+void commit_copies() { block.thread().copies.commit(); }
+
 void finish_copies() {
-  for (const Copy& copy : block.thread().copies) {
+  commit_copies();
+  finish_copies(0);
+}
+
+void finish_copies(unsigned newest) {
+  block.thread().copies.finish(newest, [](const Copy& copy) {
     look_at(Access::kWrite, copy.to, copy.bytes, copy.place);
     if (copy.from == nullptr) {
       std::memset(copy.to, 0, copy.bytes);
@@ -174,8 +183,9 @@ void finish_copies() {
       look_at(Access::kRead, copy.from, copy.bytes, copy.place);
       std::memcpy(copy.to, copy.from, copy.bytes);
     }
-  }
-  block.thread().copies.clear();
+  });
 }
+
+void fence_proxy() { block.thread().proxy_fences.push_back(block.barrier.generation); }
 
 }  // namespace emulator

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <utility>
 #include <vector>
 
 namespace emulator {
@@ -53,12 +54,44 @@ struct Warp {
   alignas(64) unsigned char slots[3][32][64];
 };
 
+// four warps, which multiply matrices together
+constexpr unsigned kWarpgroup = 128;
+
 // 4 or 16 bytes for shared memory; zeros where there is nothing to read from.
 struct Copy {
   unsigned char* to;
   const unsigned char* from;
   unsigned bytes;
   const char* place;
+};
+
+// A product of matrices that a warpgroup starts, see tensor_cores.h: descriptors say where they lie in shared memory.
+struct Product {
+  unsigned columns = 0;
+  bool a_in_registers = false, transposed_a = false, transposed_b = false, adds = false;
+  uint64_t a = 0, b = 0;
+  const char* place = "";
+
+  bool operator==(const Product&) const = default;
+};
+
+// What a thread has sent on its way, in groups that it waits for from the oldest on.
+template <class T>
+struct Groups {
+  std::vector<T> open;
+  std::vector<std::vector<T>> committed;
+
+  bool empty() const { return open.empty() && committed.empty(); }
+  void commit() { committed.push_back(std::exchange(open, {})); }
+  // Calls f for what is in all groups but the newest, which then has ended.
+  template <class F>
+  void finish(size_t newest, const F& f) {
+    if (committed.size() <= newest) return;
+    const auto end = committed.end() - newest;
+    for (auto group = committed.begin(); group != end; ++group)
+      for (const T& x : *group) f(x);
+    committed.erase(committed.begin(), end);
+  }
 };
 
 struct Thread {
@@ -69,7 +102,12 @@ struct Thread {
   const Barrier* barrier = nullptr;
   uint64_t generation = 0;
   // what copies under way will write
-  std::vector<Copy> copies;
+  Groups<Copy> copies;
+  // the products of its warpgroup; and whether what it has done to their registers came before the next
+  Groups<Product> products;
+  bool products_fenced = false;
+  // how often all threads had met before each time that it made its writes known to tensor cores
+  std::vector<uint64_t> proxy_fences;
   // whether it has waited for the launches before its own
   bool launches_before_ended = false;
   // how often it went through each of the kernel's stretches, where that is counted
@@ -78,9 +116,17 @@ struct Thread {
   bool waits() const { return barrier != nullptr && barrier->generation == generation; }
 };
 
+// What the threads of a warpgroup wait for, which must be the same.
+struct Warpgroup {
+  Barrier barrier;
+  int operation = 0;
+  Product product;
+};
+
 struct Block {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
+  std::vector<Warpgroup> warpgroups;
   Barrier barrier;
   unsigned alive = 0, current = 0;
   // the last barriers to which a thread brought a yes, by turns
@@ -113,7 +159,9 @@ inline bool is_shared(const void* address) {
 bool is_in_tensor(const void* address, size_t bytes);
 
 // What looks at the kernels, if anything does: YOSO_EMULATOR_WATCH chooses races.cpp or traffic.cpp.
-enum class Access { kRead, kWrite, kAdd, kWriteUntilWaitedFor };
+// Tensor cores may read from when a product starts until it has been waited for: kReadUntilWaitedFor at both times, by
+// every warp, beside the one kRead.
+enum class Access { kRead, kWrite, kAdd, kWriteUntilWaitedFor, kReadUntilWaitedFor };
 struct Watcher {
   // an access to memory that threads share, by the instruction at a place in the source
   void (*on_access)(Access access, const void* address, size_t bytes, const char* place);
@@ -186,6 +234,10 @@ inline void wait_for_launches_before() { block.thread().launches_before_ended = 
 void look_at(Access access, const void* address, size_t bytes, const char* place);
 // Sends a copy on its way. It is there after finish_copies, and may be earlier.
 void copy_ahead(const Copy& copy);
+void commit_copies();
+// Waits for all copies; or for those in all groups but the newest.
 void finish_copies();
+void finish_copies(unsigned newest);
+void fence_proxy();
 
 }  // namespace emulator

@@ -27,7 +27,7 @@ void on_access(Access access, const void* address, size_t bytes, const char*) {
     sectors.clear();
   }
   Traffic& traffic = traffic_of[block.kernel];
-  if (access == Access::kWriteUntilWaitedFor) return;
+  if (access == Access::kWriteUntilWaitedFor || access == Access::kReadUntilWaitedFor) return;
   if (is_shared(address)) {
     traffic.shared += bytes;
   } else if (access == Access::kWrite) {

@@ -36,7 +36,12 @@ FUNCTIONS |= {"neg": "negative", "fma": "fused_multiply_add", "copysign": "copy_
 WHOLE = {
     "ret": "return;",
     "bar.sync 0": "emulator::wait_block();",
+    "cp.async.commit_group": "emulator::commit_copies();",
     "cp.async.wait_all": "emulator::finish_copies();",
+    "fence.proxy.async": "emulator::fence_proxy();",
+    "fence.proxy.async.shared::cta": "emulator::fence_proxy();",
+    "wgmma.fence.sync.aligned": "emulator::fence_products();",
+    "wgmma.commit_group.sync.aligned": "emulator::commit_products();",
     "griddepcontrol.wait": "emulator::wait_for_launches_before();",
     "griddepcontrol.launch_dependents": ";",
 }
@@ -372,6 +377,8 @@ class Function:
         return f"emulator::wait_warp({lanes});" if modifiers == ["warp", "sync"] else None
 
     def cp_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
+        if modifiers == ["async", "wait_group"]:
+            return f"emulator::finish_copies({operands[0]});"
         size = {"cg": "16", "ca": "4"}.get(modifiers[1])
         if modifiers != ["async", modifiers[1], "shared", "global"] or operands[2] != size:
             return None
@@ -414,6 +421,28 @@ class Function:
         )
         call = f"multiply_matrices<{TYPES[left]}>({a}, {b}, {c}, {self.meeting()})"
         return self.set_from(call, vector(operands[0]), "float")
+
+    def wgmma_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
+        if modifiers == ["wait_group", "sync", "aligned"]:
+            return f"emulator::finish_products({operands[0]});"
+        shape = re.fullmatch(r"mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16", ".".join(modifiers))
+        if shape is None:
+            return None
+        columns, d, a, (b, adds, *numbers) = int(shape[1]), vector(operands[0]), vector(operands[1]), operands[2:]
+        in_registers = len(a) == 4
+        # of a in registers, no number says whether it is transposed
+        if in_registers:
+            numbers.insert(2, "0")
+        if (len(d), len(numbers)) != (columns // 2, 4) or columns not in range(8, 257, 8) or numbers[:2] != ["1", "1"]:
+            return None
+        flags = f".a_in_registers = {str(in_registers).lower()}, .transposed_a = {numbers[2]} != 0"
+        flags += f", .transposed_b = {numbers[3]} != 0, .adds = {self.value(adds, 'bool')}"
+        descriptors = f".a = {0 if in_registers else self.value(a[0], 'uint64_t')}, .b = {self.value(b, 'uint64_t')}"
+        product = f"{{.columns = {columns}, {flags}, {descriptors}, .place = {self.place}}}"
+        registers = f"{{{self.values(a, 'uint32_t')}}}" if in_registers else "{}"
+        arrays = f"const uint32_t a[4] = {registers}; float d[] = {{{self.values(d, 'float')}}};"
+        sets = " ".join(self.assign(register, f"d[{i}]", "float") for i, register in enumerate(d))
+        return f"{{ {arrays} emulator::multiply_in_warpgroup({product}, a, d, {self.meeting()}); {sets} }}"
 
 
 def contract(body: str) -> str:
