@@ -76,3 +76,23 @@ library.copies(ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(numbers.data_ptr
 assert torch.equal(out[:8], numbers[:8]) and out[8:16].isnan().all() and torch.equal(out[16:], numbers)
 """
     run_emulated(products, CALLS + code, str(products))
+
+
+def turn_around(of_block, waits):
+    return f"""{CALLS}
+numbers, out = torch.arange(256.0), torch.empty(256)
+library.barriers(ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(numbers.data_ptr()), {of_block}, {waits})
+assert torch.equal(out.view(2, 128), numbers.view(2, 128).flip(1))
+"""
+
+
+@needs_emulator
+def test_barriers_of_warpgroups(products):
+    run_emulated(products, turn_around(of_block=False, waits=True), str(products), watch="races")
+
+
+@needs_emulator
+@pytest.mark.parametrize(("of_block", "waits"), [(False, False), (True, True)])
+def test_a_barrier_of_too_few_is_found(products, of_block, waits):
+    with pytest.raises(AssertionError, match=r"(?s)after (read|write).* a race"):
+        run_emulated(products, turn_around(of_block, waits), str(products), watch="races")

@@ -1,5 +1,5 @@
-// Kernels for the emulator's own tests (test_cuda_emulator.py): products of warpgroups, with mistakes to be found, and
-// groups of copies.
+// Kernels for the emulator's own tests (test_cuda_emulator.py): products of warpgroups, with mistakes to be found,
+// groups of copies, and barriers of warpgroups.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -120,6 +120,15 @@ __global__ void copies_kernel(float* out, const float* from) {
   for (int i = 0; i < 16; ++i) out[16 + i] = shared_floats[i];
 }
 
+// Each warpgroup turns its numbers around; or the block, which the barriers are not for.
+__global__ void barriers_kernel(float* out, const float* from, bool of_block, bool waits) {
+  extern __shared__ float shared_floats[];
+  const int i = threadIdx.x;
+  shared_floats[i] = from[i];
+  if (waits) asm volatile("bar.sync %0, %1;" ::"r"(1 + i / 128), "n"(128) : "memory");
+  out[i] = shared_floats[of_block ? kThreads - 1 - i : i / 128 * 128 + 127 - i % 128];
+}
+
 cudaLaunchConfig_t config(unsigned threads, size_t shared_bytes) {
   cudaLaunchConfig_t result = {};
   result.gridDim = 1;
@@ -151,6 +160,11 @@ __attribute__((visibility("default"))) void products(float* out, const float* be
 __attribute__((visibility("default"))) void copies(float* out, const float* from) {
   const auto launched = config(1, 64);
   cudaLaunchKernelEx(&launched, copies_kernel, out, from);
+}
+
+__attribute__((visibility("default"))) void barriers(float* out, const float* from, bool of_block, bool waits) {
+  const auto launched = config(kThreads, kThreads * sizeof(float));
+  cudaLaunchKernelEx(&launched, barriers_kernel, out, from, of_block, waits);
 }
 
 }  // extern "C"

@@ -22,7 +22,7 @@ constexpr uintptr_t kGrain = 2, kPage = 4096;
 
 // Who was where.
 struct Moment {
-  uint64_t launch = 0, serial = 0, barriers = 0, syncs = 0;
+  uint64_t launch = 0, serial = 0, barriers = 0, group_syncs = 0, syncs = 0;
   unsigned thread = 0;
   // of the launches, the first that may not have ended
   uint64_t first_running = 0;
@@ -32,22 +32,33 @@ struct Moment {
 
   static Moment now(const char* place) {
     const bool alone = !block.early || block.thread().launches_before_ended;
-    return {block.launch, block.serial, block.barrier.generation, emulator::warp().syncs, block.current,
-            alone ? block.launch : block.first_running, block.thread().proxy_fences.size(), place};
+    return {block.launch,
+            block.serial,
+            block.barrier.generation,
+            warpgroup().syncs,
+            emulator::warp().syncs,
+            block.current,
+            alone ? block.launch : block.first_running,
+            block.thread().proxy_fences.size(),
+            place};
   }
   unsigned warp() const { return thread / 32; }
+  unsigned group() const { return thread / kWarpgroup; }
   // whether this, which came before, is ordered before the other
   bool is_before(const Moment& other) const {
     if (launch != other.launch) return launch < other.first_running;
     if (serial != other.serial) return false;
     if (thread == other.thread || barriers < other.barriers) return true;
+    if (group() == other.group() && group_syncs < other.group_syncs) return true;
     return warp() == other.warp() && syncs < other.syncs;
   }
   // whether this, a write of the same block, is seen by tensor cores now
   bool is_fenced() const {
-    const std::vector<uint64_t>& fences = block.threads[thread].proxy_fences;
+    const auto& fences = block.threads[thread].proxy_fences;
     if (fences.size() <= proxy_fences) return false;
-    return thread == block.current || fences[proxy_fences] < block.barrier.generation;
+    const Thread::ProxyFence& fence = fences[proxy_fences];
+    if (thread == block.current || fence.barriers < block.barrier.generation) return true;
+    return group() == block.current / kWarpgroup && fence.group_syncs < warpgroup().syncs;
   }
 };
 
@@ -55,13 +66,17 @@ struct Moment {
 // there, apart from it.
 struct Accesses {
   Moment last;
-  bool other_blocks = false, other_warps = false, other_lanes = false;
+  bool other_blocks = false, other_groups = false, other_warps = false, other_lanes = false;
 
   void note(const Moment& now) {
     if (last.launch != now.launch || (!other_blocks && last.serial == now.serial && last.barriers < now.barriers)) {
-      other_blocks = other_warps = other_lanes = false;
+      other_blocks = other_groups = other_warps = other_lanes = false;
     } else if (last.serial != now.serial) {
       other_blocks = true;
+    } else if (last.group() != now.group()) {
+      other_groups = true;
+    } else if (last.group_syncs < now.group_syncs) {
+      other_warps = other_lanes = false;
     } else if (last.warp() != now.warp()) {
       other_warps = true;
     } else if (last.syncs < now.syncs) {
@@ -75,6 +90,8 @@ struct Accesses {
     if (last.launch != now.launch) return last.launch < now.first_running;
     if (other_blocks || last.serial != now.serial) return false;
     if (last.barriers < now.barriers) return true;
+    if (other_groups || last.group() != now.group()) return false;
+    if (last.group_syncs < now.group_syncs) return true;
     if (other_warps || last.warp() != now.warp()) return false;
     return last.syncs < now.syncs || (!other_lanes && last.thread == now.thread);
   }

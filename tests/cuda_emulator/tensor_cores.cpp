@@ -139,7 +139,7 @@ void multiply_in_warpgroup(const Product& product, const uint32_t* a, float* d, 
   if (block.threads.size() < (number + 1) * kWarpgroup) fail("a warpgroup of less than four warps", product.place);
   Thread& thread = block.thread();
   if (!thread.products_fenced) fail("a product of a warpgroup without a fence before", product.place);
-  Warpgroup& group = block.warpgroups[number];
+  Warpgroup& group = warpgroup();
   if (group.barrier.arrived == 0) group.operation = operation, group.product = product;
   if (group.operation != operation || group.product != product)
     fail("threads of a warpgroup that multiply different matrices", product.place);

@@ -73,6 +73,7 @@ void run_block() {
   block.warps.assign((count + 31) / 32, {});
   block.warpgroups.assign((count + kWarpgroup - 1) / kWarpgroup, {});
   block.barrier = {};
+  std::fill(std::begin(block.shared_barriers), std::end(block.shared_barriers), SharedBarrier{});
   std::fill(std::begin(block.yes), std::end(block.yes), 0);
   block.alive = count;
   ++block.serial;
@@ -128,6 +129,18 @@ void yield() { yoso_emulator_switch(&block.thread().stack_pointer, block.schedul
 
 void wait_block() {
   wait(block.barrier, block.alive, [] {});
+}
+
+void wait_at(unsigned barrier, unsigned threads, const char* place) {
+  if (barrier >= std::size(block.shared_barriers)) fail("a barrier that blocks do not have", place);
+  if (threads == 0 || threads % 32 != 0 || threads > block.threads.size()) fail("a barrier of parts of warps", place);
+  SharedBarrier& shared = block.shared_barriers[barrier];
+  const unsigned group = block.current / kWarpgroup;
+  if (shared.barrier.arrived == 0) shared = {shared.barrier, threads, group, threads == kWarpgroup};
+  if (shared.expected != threads) fail("a barrier at which threads wait for different numbers of others", place);
+  shared.is_warpgroups &= shared.warpgroup == group;
+  if (watcher == &races && !shared.is_warpgroups) fail("a barrier of others than one warpgroup, unknown here", place);
+  wait(shared.barrier, threads, [&] { warpgroup().syncs += shared.is_warpgroups; });
 }
 
 bool any_of_block(bool x) {
@@ -186,6 +199,6 @@ void finish_copies(unsigned newest) {
   });
 }
 
-void fence_proxy() { block.thread().proxy_fences.push_back(block.barrier.generation); }
+void fence_proxy() { block.thread().proxy_fences.push_back({block.barrier.generation, warpgroup().syncs}); }
 
 }  // namespace emulator

@@ -106,8 +106,11 @@ struct Thread {
   // the products of its warpgroup; and whether what it has done to their registers came before the next
   Groups<Product> products;
   bool products_fenced = false;
-  // how often all threads had met before each time that it made its writes known to tensor cores
-  std::vector<uint64_t> proxy_fences;
+  // when it made its writes known to tensor cores: how often all threads had met, and those of its warpgroup
+  struct ProxyFence {
+    uint64_t barriers, group_syncs;
+  };
+  std::vector<ProxyFence> proxy_fences;
   // whether it has waited for the launches before its own
   bool launches_before_ended = false;
   // how often it went through each of the kernel's stretches, where that is counted
@@ -116,11 +119,22 @@ struct Thread {
   bool waits() const { return barrier != nullptr && barrier->generation == generation; }
 };
 
-// What the threads of a warpgroup wait for, which must be the same.
 struct Warpgroup {
   Barrier barrier;
+  // what its threads wait for, which must be the same
   int operation = 0;
   Product product;
+  // how often they alone have met at a barrier of the block's
+  uint64_t syncs = 0;
+};
+
+// A barrier of as many threads as wait for each other there.
+struct SharedBarrier {
+  Barrier barrier;
+  unsigned expected = 0;
+  // of the first that came, and whether all others are of the same
+  unsigned warpgroup = 0;
+  bool is_warpgroups = false;
 };
 
 struct Block {
@@ -128,6 +142,7 @@ struct Block {
   std::vector<Warp> warps;
   std::vector<Warpgroup> warpgroups;
   Barrier barrier;
+  SharedBarrier shared_barriers[16];
   unsigned alive = 0, current = 0;
   // the last barriers to which a thread brought a yes, by turns
   uint64_t yes[2] = {};
@@ -201,10 +216,13 @@ void wait(Barrier& barrier, unsigned expected, const F& opened) {
 }
 
 void wait_block();
+// Waits at one of the block's barriers until so many threads have come.
+void wait_at(unsigned barrier, unsigned threads, const char* place);
 // Waits for all threads, and returns whether x is true for any.
 bool any_of_block(bool x);
 inline unsigned lane() { return block.current % 32; }
 inline Warp& warp() { return block.warps[block.current / 32]; }
+inline Warpgroup& warpgroup() { return block.warpgroups[block.current / kWarpgroup]; }
 // The lanes of the running thread's warp that have a thread, as bits.
 uint32_t existing_lanes();
 // Waits for the lanes of the mask at an operation, a number of its own in the kernel.

@@ -373,6 +373,8 @@ class Function:
     def bar_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
         if modifiers == ["red", "or", "pred"] and operands[1] == "0":
             return self.assign(operands[0], f"emulator::any_of_block({self.value(operands[2], 'bool')})", "bool")
+        if modifiers == ["sync"] and len(operands) == 2:
+            return f"emulator::wait_at({self.values(operands, 'uint32_t')}, {self.place});"
         lanes = self.value(operands[0], "uint32_t")
         return f"emulator::wait_warp({lanes});" if modifiers == ["warp", "sync"] else None
 
