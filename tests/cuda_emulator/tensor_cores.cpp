@@ -12,7 +12,7 @@ constexpr unsigned kRows = 64, kDepth = 16, kMaxColumns = 256;
 // 16 bytes, which the swizzle of shared memory keeps together
 constexpr unsigned kChunk = 8;
 
-// of each warpgroup of a block; the product that all of a warpgroup's threads wait for has one of each
+// the operands and the sums of the product that a warpgroup is at, for each warpgroup of a block
 struct Matrices {
   float a[kRows][kDepth], b[kDepth][kMaxColumns], d[kRows][kMaxColumns];
 };
