@@ -174,18 +174,21 @@ __device__ __forceinline__ void start_after_launches_before() {
   wait_for_launches_before();
 }
 
-// Copies 4 or 16 bytes to shared memory, or clears these, while the thread goes on.
+// Copies 4 or 16 bytes to an address of shared memory, or clears these, while the thread goes on.
 template <int bytes>
-__device__ __forceinline__ void copy_ahead(void* to, const void* from, bool clear) {
-  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+__device__ __forceinline__ void copy_ahead(uint32_t to, const void* from, bool clear) {
   const int read = clear ? 0 : bytes;
   if constexpr (bytes == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(target), "l"(from), "r"(read) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(to), "l"(from), "r"(read) : "memory");
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
                  :
-                 : "r"(target), "l"(from), "n"(bytes), "r"(read)
+                 : "r"(to), "l"(from), "n"(bytes), "r"(read)
                  : "memory");
+}
+template <int bytes>
+__device__ __forceinline__ void copy_ahead(void* to, const void* from, bool clear) {
+  copy_ahead<bytes>(static_cast<uint32_t>(__cvta_generic_to_shared(to)), from, clear);
 }
 
 // Waits for the thread's copies.

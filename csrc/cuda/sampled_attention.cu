@@ -30,13 +30,14 @@ constexpr int64_t kHashesOfCopy = 4;
 constexpr int kTileEntries = 16, kTileRows = 16, kTileColumns = 16;
 // Rows that tensor cores count; a GPU's shared memory does not hold as many.
 constexpr int64_t kMostTileRows = 16000;
-// Threads of a block that has a copy of values or tables.
+// Threads of a block that has a copy of values.
 constexpr int kCopyThreads = 1024;
-// Where queries share copies of the tables' columns: lanes that a query has, queries that a lane has, how many of a
-// block's queries there are at least for every entry of a table, and tables that threads wait for at once if these fit.
-constexpr int kSharingLanes = 2, kSharingQueries = 4, kQueriesOfEntry = 2;
+// Where queries share copies of the tables' columns: threads of a block, of which more would have few registers, lanes
+// that a query has, queries that a lane has, how many of a block's queries there are at least for every entry of a
+// table, and tables that threads wait for at once if these fit.
+constexpr int kSharingThreads = 512, kSharingLanes = 2, kSharingQueries = 8, kQueriesOfEntry = 2;
 constexpr int kTablesAtOnce = 2;
-constexpr int kSharingColumns = kSharingLanes * kLaneColumns, kSharingRows = kCopyThreads / kSharingLanes;
+constexpr int kSharingColumns = kSharingLanes * kLaneColumns, kSharingRows = kSharingThreads / kSharingLanes;
 
 // The heads from first_head on, and of their hash functions those from first_hash on.
 template <class In, class Code>
@@ -205,13 +206,17 @@ __device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32
     const auto load = [&](int32_t first) { return __ldg(order + min(first + lane, p.M - 1)); };
     Sum<In>* to = row_at(tables + column, (table << p.hash_code_len) + first_entry + g, p.entry_bytes);
     int32_t start = *starts;
-    // the lane's row of those from a position in the order on, and of the next
-    int32_t position = __shfl_sync(kAllLanes, start, 0), row = load(position), row_after = load(position + kWarp);
     // columns 0 to 7, and 8 to 15 if there are any
     const In* values = shared + column * row_stride(p.M);
     const uint32_t next_columns =
         unknown(column + kLaneColumns < columns ? row_stride(p.M) * kLaneColumns * sizeof(In) : 0);
     const uint32_t values_address = unknown(static_cast<uint32_t>(__cvta_generic_to_shared(values)));
+    // Where the lane's row of those from a position in the order on is, which waits for the load; were it found where
+    // it is used, it would wait for the load of the next one as well.
+    const auto address_of = [&](int32_t row) { return unknown(values_address + row * (kLaneColumns * sizeof(In))); };
+    int32_t position = __shfl_sync(kAllLanes, start, 0);
+    uint32_t row_address = address_of(load(position));
+    int32_t row_after = load(position + kWarp);
     const int32_t columns_to_store = min(columns, p.Dv - first_column) - column;
 #pragma unroll 1
     for (int32_t left = end_tile - tile; left > 0; --left) {
@@ -232,7 +237,6 @@ __device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32
       while (position < end) {
         // of each 8 rows a matrix of 8 columns
         uint32_t b[2][4];
-        const uint32_t row_address = values_address + row * (kLaneColumns * sizeof(In));
         load_matrices<true>(b[0], row_address);
         load_matrices<true>(b[1], row_address + next_columns);
 #pragma unroll
@@ -251,7 +255,7 @@ __device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32
         // what is left of these is the next tile's
         if (position + kWarp > end) break;
         position += kWarp;
-        row = row_after;
+        row_address = address_of(row_after);
         row_after = load(position + kWarp);
       }
 #pragma unroll
@@ -397,29 +401,47 @@ __host__ __device__ inline int32_t sharing_slices(int32_t row_columns) {
   return (row_columns - 1) / kSharingColumns + 1;
 }
 
+// What a block that shares copies of the tables' columns has: some of these, of the queries from first_row on.
+struct SharingPlace {
+  int32_t head, first_column, first_row, rows;
+
+  template <class Problem>
+  __device__ SharingPlace(const Problem& p, uint32_t number) {
+    const int32_t slices = sharing_slices(p.row_columns), blocks = sharing_blocks(p.N);
+    const int32_t block = number / slices;
+    head = block / blocks;
+    first_column = number % slices * kSharingColumns;
+    // blocks have the same number of queries, but for the last; of millions of queries some may have none
+    const int32_t block_rows = (p.N - 1) / blocks + 1;
+    first_row = block % blocks * block_rows;
+    rows = min(block_rows, p.N - first_row);
+  }
+  template <class Problem>
+  __device__ auto* tables(const Problem& p) const {
+    return row_at(p.tables + first_column, head * p.num_hash << p.hash_code_len, p.entry_bytes);
+  }
+  // of one of the block's queries
+  template <class Problem>
+  __device__ auto* codes(const Problem& p, int32_t row) const {
+    return p.query_codes + int64_t{head} * p.num_hash * p.N + first_row + row;
+  }
+};
+
 // Adds up the queries' buckets where tables hold all hash functions and rows are aligned, but scales no row to length
 // one. A block has some columns of many queries of a head, and those of each table in turn in shared memory: of as many
 // tables as at_once says, a power of two, and of as many on their way. Entries are added by tensor cores, as products
 // of the identity with these.
 template <class In, class Code>
-__global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Problem<In, Code> p, int at_once) {
+__global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(Problem<In, Code> p, int at_once) {
   start_after_launches_before();
   using T = Accumulator<In>;
   constexpr int kPieceColumns = kPieceBytes / sizeof(Sum<In>), kPieces = kSharingColumns / kPieceColumns;
   constexpr int kAhead = kSharingQueries / 2;
-  const int32_t slices = sharing_slices(p.row_columns), blocks = sharing_blocks(p.N);
-  const int32_t block = blockIdx.x / slices, head = block / blocks;
-  const int32_t first_column = blockIdx.x % slices * kSharingColumns;
-  // blocks have the same number of queries, but for the last
-  const int32_t block_rows = (p.N - 1) / blocks + 1, first_row = block % blocks * block_rows;
-  const int32_t rows = min(block_rows, p.N - first_row);
-  // of millions of queries
-  if (rows <= 0) return;
-  const int lane = threadIdx.x % kSharingLanes, place = threadIdx.x / kSharingLanes;
-  const int32_t table_size = 1 << p.hash_code_len;
-  const Sum<In>* tables = row_at(p.tables + first_column, head * p.num_hash * table_size, p.entry_bytes);
-  const Code* first_codes = p.query_codes + int64_t{head} * p.num_hash * p.N + first_row + place;
-  const Code* codes = first_codes;
+  const SharingPlace begin(p, blockIdx.x);
+  if (begin.rows <= 0) return;
+  const int place = threadIdx.x / kSharingLanes;
+  const int32_t table_size = 1 << p.hash_code_len, rows = begin.rows;
+  const Code* codes = begin.codes(p, place);
   Sum<In>* shared = shared_memory<Sum<In>>();
 
   // of each of the tables, with an entry of zeros for codes without a bucket
@@ -427,36 +449,47 @@ __global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Pro
   if (threadIdx.x < 2 * at_once * kSharingColumns)
     shared[threadIdx.x / kSharingColumns * shared_size + table_size * kSharingColumns +
            threadIdx.x % kSharingColumns] = 0;
+  const uint32_t shared_address = unknown(static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
+  const uint32_t table_bytes = unknown(shared_size * sizeof(Sum<In>)), slots = 2 * at_once - 1;
   const int copied_column = threadIdx.x % kPieces * kPieceColumns;
-  const bool clear = first_column + copied_column >= p.row_columns;
+  const bool clear = begin.first_column + copied_column >= p.row_columns;
+  // of the next table, what the thread copies first
+  const Sum<In>* next_table =
+      unknown(row_at(begin.tables(p) + (clear ? 0 : copied_column), threadIdx.x / kPieces, p.entry_bytes));
   const auto copy_tables = [&](int32_t first) {
-    for (int32_t hash = first; hash < min(first + at_once, p.num_hash); ++hash) {
-      Sum<In>* to = shared + (hash & (2 * at_once - 1)) * shared_size + threadIdx.x * kPieceColumns;
-      int32_t entry = threadIdx.x / kPieces;
-      const Sum<In>* from = row_at(tables + (clear ? 0 : copied_column), hash * table_size + entry, p.entry_bytes);
 #pragma unroll 1
-      for (; entry < table_size; entry += kCopyThreads / kPieces) {
+    for (int32_t hash = first; hash < min(first + at_once, p.num_hash); ++hash) {
+      uint32_t to = shared_address + (hash & slots) * table_bytes + threadIdx.x * kPieceBytes;
+      const Sum<In>* from = next_table;
+      next_table = row_at(next_table, table_size, p.entry_bytes);
+      // two at a time, with addresses of their own: until a copy has read its, nothing can be written there
+      constexpr int kStep = kSharingThreads / kPieces;
+#pragma unroll 1
+      for (int32_t entry = threadIdx.x / kPieces; entry < table_size; entry += 2 * kStep) {
+        const Sum<In>* const second = row_at(from, kStep, p.entry_bytes);
         copy_ahead<16>(to, from, clear);
-        to += kCopyThreads * kPieceColumns;
-        from = row_at(from, kCopyThreads / kPieces, p.entry_bytes);
+        if (entry + kStep < table_size) copy_ahead<16>(to + kSharingThreads * kPieceBytes, second, clear);
+        to += 2 * kSharingThreads * kPieceBytes;
+        from = row_at(second, kStep, p.entry_bytes);
       }
     }
   };
   // how many queries the lane has; past the last there is no bucket
   const int queries = static_cast<int>(unknown((rows - place + kSharingRows - 1) / kSharingRows));
   uint32_t next[kSharingQueries];
-  const auto load_codes = [&](int first) {
+  const auto load_codes = [&] {
 #pragma unroll
-    for (int i = first; i < first + kAhead; ++i)
+    for (int i = 0; i < kSharingQueries; ++i)
       if (i < queries) next[i] = static_cast<uint32_t>(codes[i * kSharingRows]);
   };
   memset(next, -1, sizeof(next));
-  for (int first = 0; first < kSharingQueries; first += kAhead) load_codes(first);
+  load_codes();
   // of the entries of the warp's lanes, columns 2t and 2t + 1 of those of lanes g, g + 8, g + 16 and g + 24
-  const int warp_lane = threadIdx.x % kWarp, g = warp_lane / 4, t = warp_lane % 4;
   float sums[kSharingQueries][2][4] = {};
-  const uint32_t one = unknown(g / 2 == t ? 0x3F80u << (g % 2 * 16) : 0);
+  const int warp_lane = threadIdx.x % kWarp;
+  const uint32_t one = unknown(warp_lane / 8 == warp_lane % 4 ? 0x3F80u << (warp_lane / 4 % 2 * 16) : 0);
   const uint32_t identity[4] = {one, 0, 0, one};
+  const uint32_t lane_address = unknown(shared_address + threadIdx.x % kSharingLanes * kPieceBytes);
   copy_tables(0);
   for (int32_t hash = 0; hash < p.num_hash; ++hash) {
     if ((hash & (at_once - 1)) == 0) {
@@ -465,18 +498,21 @@ __global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Pro
       __syncthreads();
       copy_tables(hash + at_once);
     }
+    // of all queries before the next codes are loaded: who waits for one waits for all
+    uint32_t entry_address[kSharingQueries];
+#pragma unroll
+    for (int i = 0; i < kSharingQueries; ++i)
+      entry_address[i] = unknown(lane_address + (hash & slots) * table_bytes +
+                                 min(next[i], static_cast<uint32_t>(table_size)) *
+                                     static_cast<uint32_t>(kSharingColumns * sizeof(Sum<In>)));
     if (hash + 1 < p.num_hash) codes += p.N;
-    const uint32_t table = static_cast<uint32_t>(
-        __cvta_generic_to_shared(shared + (hash & (2 * at_once - 1)) * shared_size + lane * kLaneColumns));
+    load_codes();
 #pragma unroll
     for (int first = 0; first < kSharingQueries; first += kAhead) {
       if (first * kSharingRows >= rows) break;
       uint32_t entries[kAhead][4];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i)
-        load_matrices<true>(entries[i], table + min(next[first + i], static_cast<uint32_t>(table_size)) *
-                                                    static_cast<uint32_t>(kSharingColumns * sizeof(Sum<In>)));
-      load_codes(first);
+      for (int i = 0; i < kAhead; ++i) load_matrices<true>(entries[i], entry_address[first + i]);
 #pragma unroll
       for (int i = 0; i < kAhead; ++i)
 #pragma unroll
@@ -485,7 +521,13 @@ __global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Pro
     }
   }
 
-  const int32_t batch_head = p.first_head + head;
+  // found again, as registers are short
+  const SharingPlace end(p, unknown(blockIdx.x));
+  const int thread = static_cast<int>(unknown(threadIdx.x)), g = thread % kWarp / 4, t = thread % 4;
+  const int32_t batch_head = p.first_head + end.head;
+  const auto out = [&](int32_t row, int32_t column) {
+    return p.out.at(batch_head / p.H, batch_head % p.H, end.first_row + row) + column;
+  };
   // what is not finite has made no numbers of other rows' sums, by products with zero
   float zero = 0;
 #pragma unroll
@@ -495,23 +537,23 @@ __global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Pro
 #pragma unroll
       for (int j = 0; j < 4; ++j) zero += 0 * sums[i][n][j];
   if (__ballot_sync(kAllLanes, zero != 0) != 0) {
-    const int32_t column = first_column + lane * kLaneColumns;
+    const int32_t lane_column = thread % kSharingLanes * kLaneColumns, column = end.first_column + lane_column;
     if (column >= p.Dv) return;
 #pragma unroll 1
-    for (int row = place; row < rows; row += kSharingRows) {
+    for (int row = thread / kSharingLanes; row < end.rows; row += kSharingRows) {
       T sum[kLaneColumns] = {};
 #pragma unroll 1
       for (int32_t hash = 0; hash < p.num_hash; ++hash) {
-        const auto code = static_cast<uint32_t>(first_codes[int64_t{hash} * p.N + row - place]);
+        const auto code = static_cast<uint32_t>(end.codes(p, row)[int64_t{hash} * p.N]);
         Sum<In> entry[kLaneColumns] = {};
-        if (code < table_size)
-          load(row_at(tables + lane * kLaneColumns, hash * table_size + code, p.entry_bytes), entry);
+        if (code >> p.hash_code_len == 0)
+          load(row_at(end.tables(p) + lane_column, (hash << p.hash_code_len) + code, p.entry_bytes), entry);
         add(entry, sum);
       }
       In rounded[kLaneColumns];
 #pragma unroll
       for (int c = 0; c < kLaneColumns; ++c) rounded[c] = static_cast<In>(sum[c] * (T{1} / p.num_hash));
-      store(rounded, p.out.at(batch_head / p.H, batch_head % p.H, first_row + row) + column);
+      store(rounded, out(row, column));
     }
     return;
   }
@@ -522,15 +564,15 @@ __global__ void __launch_bounds__(kCopyThreads, 1) read_shared_tables_kernel(Pro
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         // the lane of the warp whose entries these are of
-        const int owner = threadIdx.x - warp_lane + 16 * n + 8 * j + g;
+        const int owner = thread / kWarp * kWarp + 16 * n + 8 * j + g;
         const int row = i * kSharingRows + owner / kSharingLanes;
-        const int32_t column = first_column + owner % kSharingLanes * kLaneColumns + 2 * t;
-        if (row >= rows || column >= p.Dv) continue;
+        const int32_t column = end.first_column + owner % kSharingLanes * kLaneColumns + 2 * t;
+        if (row >= end.rows || column >= p.Dv) continue;
         const In rounded[2] = {static_cast<In>(sums[i][n][2 * j] * (1.0f / p.num_hash)),
                                static_cast<In>(sums[i][n][2 * j + 1] * (1.0f / p.num_hash))};
         uint32_t pair;
         memcpy(&pair, rounded, sizeof(pair));
-        *reinterpret_cast<uint32_t*>(p.out.at(batch_head / p.H, batch_head % p.H, first_row + row) + column) = pair;
+        *reinterpret_cast<uint32_t*>(out(row, column)) = pair;
       }
 }
 
@@ -600,8 +642,8 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   while (build_lane_bits > 0 && lane_bytes << build_lane_bits > shared_limit) --build_lane_bits;
   const auto build_slices = static_cast<int32_t>(divide_up(p.row_columns, kLaneColumns << build_lane_bits));
   const bool build_from_shared =
-      whole && hashes_added >= kHashesOfCopy && lane_bytes << build_lane_bits <= shared_limit && p.M > 0 &&
-      p.M <= kMostTileRows;
+      whole && hashes_added >= kHashesOfCopy && lane_bytes << build_lane_bits <= shared_limit &&
+      p.M > 0 && p.M <= kMostTileRows;
   const auto read = whole ? read_tables_kernel<In, Code, true> : read_tables_kernel<In, Code, false>;
   // bfloat16 only: its tables are small, and rows that are rounded before they are scaled lose none of their exponents
   const int64_t two_tables = 2 * (table_size + 1) * kSharingColumns * static_cast<int64_t>(sizeof(Sum<In>));
@@ -646,7 +688,7 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
         if constexpr (std::is_same_v<In, BFloat16>)
           if (sharing) {
             launch_next(read_shared_tables_kernel<In, Code>,
-                        heads * sharing_blocks(p.N) * sharing_slices(p.row_columns), kCopyThreads,
+                        heads * sharing_blocks(p.N) * sharing_slices(p.row_columns), kSharingThreads,
                         tables_at_once * two_tables, p, tables_at_once);
             if (p.inverse_length != nullptr)
               launch_next(scale_rows_kernel<In, Code>, blocks(p.N), kRowThreads, 0, p);
