@@ -130,7 +130,9 @@ class BuildExtension(cpp_extension.BuildExtension):
         archs = os.environ.get("YOSO_CUDA_ARCHS", "80;86;89;90").replace(".", "").split(";")
         # as numbers; 90a and 100f are architectures too
         archs.sort(key=lambda arch: (len(arch.rstrip("af")), arch))
-        gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+        # csrc/cuda/wgmma.h needs what of sm_90 later ones lack, and device.h takes for granted that it is there
+        targets = ["90a" if arch == "90" else arch for arch in archs]
+        gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in targets]
         gencode.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
         includes = [f"-I{path}" for path in cpp_extension.include_paths()]
         flags = ["-std=c++20", "-O3", TORCH_TARGET, f"--threads={threads}", "-Xcompiler"]

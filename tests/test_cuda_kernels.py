@@ -129,7 +129,8 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         inputs = Inputs("random", (1, heads, rows, rows + 3, columns, columns, num_hash, 3), dtype)
         assert_as_accurate_as_pytorch(inputs.sampled, dtype)
 os.environ["YOSO_CUDA_BACKWARD"] = "pairs"
-for heads, queries, keys, columns in ((5, 31, 34, 8), (3, 70, 130, 64), (2, 40, 700, 40), (1, 33, 350, 128)):
+for heads, queries, keys, columns in ((5, 31, 34, 8), (3, 70, 130, 64), (2, 40, 700, 40), (2, 70, 700, 40),
+                                      (1, 33, 350, 128)):
     inputs = Inputs("random", (1, heads, queries, keys, columns, columns, 3, 3), torch.bfloat16)
     assert_as_accurate_as_pytorch(inputs.sampled, torch.bfloat16)
 """

@@ -10,7 +10,7 @@ namespace {
 // hash functions that a word has a bit of
 constexpr int kWordBits = 32;
 // places that a plane has past the last row: no tile ends later
-constexpr int kPadding = 128;
+constexpr int kPadding = 192;
 
 // Of so many rows, how many places a plane has.
 __host__ __device__ constexpr int32_t plane_length(int32_t rows) { return (rows + kPadding + 31) / 32 * 32; }
@@ -79,13 +79,13 @@ struct PairedCodes {
   }
 
   // `from` and how many hash functions agree, of pairs of rows that have codes. compare_plane(is_first, differ) adds to
-  // differ what differs in a plane, one plane after the other; the first of a word it sets differ to.
-  template <int n, class ComparePlane>
+  // differ what differs in a plane, of which the loop has so many at once; the first of a word it sets differ to.
+  template <int planes_at_once = 1, int n, class ComparePlane>
   __device__ __forceinline__ void count_equal(int from, const ComparePlane& compare_plane, int (&equal)[n][4]) const {
     const auto compare_word = [&](bool is_first) {
       uint32_t differ[n][4];
       compare_plane(true, differ);
-#pragma unroll 1
+#pragma unroll planes_at_once
       for (int bit = 1; bit < tau; ++bit) compare_plane(false, differ);
 #pragma unroll
       for (int i = 0; i < n * 4; ++i)

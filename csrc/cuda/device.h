@@ -55,12 +55,17 @@ class Device {
   size_t shared_bytes() const { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
   // Whether launches may start early, see launch. Code for older architectures only, which newer GPUs take as PTX, has
   // no instruction to wait with.
-  bool starts_early() const {
-    constexpr int newest = std::max({__CUDA_ARCH_LIST__});
-    return newest >= 900 && attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+  bool starts_early() const { return kNewestArchitecture >= 900 && attribute(cudaDevAttrComputeCapabilityMajor) >= 9; }
+  // Whether there are the instructions of wgmma.h, which are those of this GPU alone: setup.py compiles for sm_90 with
+  // these.
+  bool has_wgmma() const {
+    return kNewestArchitecture >= 900 && attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+           attribute(cudaDevAttrComputeCapabilityMinor) == 0;
   }
 
  private:
+  static constexpr int kNewestArchitecture = std::max({__CUDA_ARCH_LIST__});
+
   int attribute(cudaDeviceAttr which) const {
     int value = 0;
     check_cuda(cudaDeviceGetAttribute(&value, which, device_), "cudaDeviceGetAttribute");
@@ -113,7 +118,7 @@ void launch(const Device& device, void (*kernel)(Parameters...), int64_t blocks,
 }
 
 // The block's shared memory, whose size the launch gives: the only kind that kernels use.
-extern __shared__ __align__(256) unsigned char shared_memory_bytes[];
+extern __shared__ __align__(1024) unsigned char shared_memory_bytes[];
 template <class T>
 __device__ T* shared_memory() {
   return reinterpret_cast<T*>(shared_memory_bytes);

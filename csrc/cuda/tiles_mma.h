@@ -378,17 +378,29 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
 }
 
 // Takes half of a thread's sums, the gradient of a row of length one, through the normalisation, but for the row's
-// inverse length. `row` is the row from the thread's first column on, and factor what it takes to length one.
-template <class In, int n>
-__device__ __forceinline__ void take_through_unit_row(const In* row, float factor, int half, float (&sums)[n][4]) {
+// inverse length. pair(i) gives the two columns that the row has beside sums[i], and factor takes it to length one.
+template <class In, int n, class Pair>
+__device__ __forceinline__ void take_through_unit_row(const Pair& pair, float factor, int half, float (&sums)[n][4]) {
   float along = 0;
+  float2 unit[n];
 #pragma unroll
-  for (int i = 0; i < n * 2; ++i)
-    along += sums[i / 2][half * 2 + i % 2] * (static_cast<float>(row[i / 2 * 8 + i % 2]) * factor);
+  for (int i = 0; i < n; ++i) {
+    unit[i] = unpack<In>(pair(i));
+    along += sums[i][half * 2] * (unit[i].x *= factor);
+    along += sums[i][half * 2 + 1] * (unit[i].y *= factor);
+  }
   along = quad_sum(along);
 #pragma unroll
-  for (int i = 0; i < n * 2; ++i)
-    sums[i / 2][half * 2 + i % 2] -= along * (static_cast<float>(row[i / 2 * 8 + i % 2]) * factor);
+  for (int i = 0; i < n; ++i) {
+    sums[i][half * 2] -= along * unit[i].x;
+    sums[i][half * 2 + 1] -= along * unit[i].y;
+  }
+}
+// The same of a row in shared memory, given from the thread's first column on.
+template <class In, int n>
+__device__ __forceinline__ void take_through_unit_row(const In* row, float factor, int half, float (&sums)[n][4]) {
+  const auto pair = [&](int i) { return *reinterpret_cast<const uint32_t*>(row + i * 8); };
+  take_through_unit_row<In>(pair, factor, half, sums);
 }
 
 // gradient_kernel on tensor cores; with the gradient of my values too, where there is a place for it

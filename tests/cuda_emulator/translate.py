@@ -313,6 +313,9 @@ class Function:
 
     def mul_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
         kind = TYPES[modifiers[-1]]
+        if modifiers[0] == "hi" and len(operands) == 3:
+            first, second = (f"({WIDER[kind]}){self.value(operand, kind)}" for operand in operands[1:])
+            return self.assign(operands[0], f"({kind})({first} * {second} >> 8 * sizeof({kind}))", kind)
         if not {*modifiers[:-1]} <= {"lo", "wide", "rn"}:
             return None
         result = WIDER[kind] if "wide" in modifiers else kind

@@ -1,0 +1,93 @@
+// Products of matrices by four warps together, a warpgroup, on the tensor cores of sm_90: they run on their own while
+// the warps go on, and read one or both of the matrices from shared memory.
+//
+// A matrix there has rows of 64 elements of 16 bits, the pieces of 16 bytes of which lie in an order of their own
+// (swizzled_piece), and begins at a multiple of kSwizzleBytes. In the sum of 64 x 64, warp w of the four has rows from
+// 16 w on, and of these its lanes have what mma.h says of D, for 8 times 8 columns.
+#pragma once
+
+#include "mma.h"
+
+namespace yoso {
+
+// Whether the compiler has the instructions; what else is compiled of a kernel that has them never runs.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define YOSO_HAS_WGMMA 1
+#else
+#define YOSO_HAS_WGMMA 0
+#endif
+
+constexpr int kWarpgroup = 4 * kWarp, kWgmmaColumns = 64, kWgmmaRows = 64, kWgmmaDepth = 16;
+constexpr int kSwizzledRowBytes = kWgmmaColumns * sizeof(uint16_t), kSwizzleBytes = 8 * kSwizzledRowBytes;
+
+// The place of a row's piece, in bytes from the matrix' beginning.
+__host__ __device__ constexpr uint32_t swizzled_piece(int row, int piece) {
+  return row * kSwizzledRowBytes + (piece ^ row % 8) * kPieceBytes;
+}
+
+// What an instruction takes of a matrix that begins at an address of shared memory: eight rows after eight others.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kStride = uint64_t{kSwizzleBytes / 16} << 32, kLeading = 1 << 16;
+  return kSwizzle128 | kStride | kLeading | address / 16;
+}
+// How far a descriptor goes on for the next kWgmmaDepth columns, and rows.
+constexpr uint64_t kNextColumns = kWgmmaDepth * sizeof(uint16_t) / 16, kNextRows = kWgmmaDepth * kSwizzledRowBytes / 16;
+
+using WgmmaSums = float[kWgmmaColumns / 8][4];
+
+#if YOSO_HAS_WGMMA
+// Before the first product, and after registers that products take have been written by others.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// What began since the last of these can be waited for.
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Keeps the compiler from using sums before, or changing them after, this.
+__device__ __forceinline__ void keep(WgmmaSums& sums) {
+#pragma unroll
+  for (int i = 0; i < kWgmmaColumns / 2; ++i) asm volatile("" : "+f"(sums[i / 4][i % 4])::"memory");
+}
+// Shows products what the thread has written to shared memory, once a barrier has come after it.
+__device__ __forceinline__ void show_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+#define YOSO_SET(x) "=f"(x)
+#define YOSO_CHANGED(x) "+f"(x)
+#define YOSO_SUMS(mode, d)                                                                                     \
+  mode(d[0][0]), mode(d[0][1]), mode(d[0][2]), mode(d[0][3]), mode(d[1][0]), mode(d[1][1]), mode(d[1][2]),     \
+      mode(d[1][3]), mode(d[2][0]), mode(d[2][1]), mode(d[2][2]), mode(d[2][3]), mode(d[3][0]), mode(d[3][1]), \
+      mode(d[3][2]), mode(d[3][3]), mode(d[4][0]), mode(d[4][1]), mode(d[4][2]), mode(d[4][3]), mode(d[5][0]), \
+      mode(d[5][1]), mode(d[5][2]), mode(d[5][3]), mode(d[6][0]), mode(d[6][1]), mode(d[6][2]), mode(d[6][3]), \
+      mode(d[7][0]), mode(d[7][1]), mode(d[7][2]), mode(d[7][3])
+#define YOSO_SUM_NAMES                                                                                              \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31}"
+#define YOSO_MULTIPLY(add)                    \
+  "{\n.reg .pred add;\nsetp.ne.b32 add, " add \
+  ", 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " YOSO_SUM_NAMES ", "
+
+// sums = a b, or sums += a b: of the 64 x 16 of a and the 16 x 64 of b that descriptors say. a's rows are rows of its
+// matrix, and b's columns rows of its own; by_rows, it is the other way round.
+template <bool add, bool by_rows>
+__device__ __forceinline__ void multiply_shared(WgmmaSums& sums, uint64_t a, uint64_t b) {
+  if constexpr (add)
+    asm volatile(YOSO_MULTIPLY("1") "%32, %33, add, 1, 1, %34, %34;\n}\n"
+                 : YOSO_SUMS(YOSO_CHANGED, sums)
+                 : "l"(a), "l"(b), "n"(static_cast<int>(by_rows)));
+  else
+    asm volatile(YOSO_MULTIPLY("0") "%32, %33, add, 1, 1, %34, %34;\n}\n"
+                 : YOSO_SUMS(YOSO_SET, sums)
+                 : "l"(a), "l"(b), "n"(static_cast<int>(by_rows)));
+}
+// The same by rows, where every warp has its 16 rows of a as multiply_add takes them.
+__device__ __forceinline__ void add_products(WgmmaSums& sums, const uint32_t (&a)[4], uint64_t b, bool add) {
+  asm volatile(YOSO_MULTIPLY("%37") "{%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}\n"
+               : YOSO_SUMS(YOSO_CHANGED, sums)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+#undef YOSO_SET
+#undef YOSO_CHANGED
+#undef YOSO_MULTIPLY
+#undef YOSO_SUMS
+#undef YOSO_SUM_NAMES
+#endif
+
+}  // namespace yoso
