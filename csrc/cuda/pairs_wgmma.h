@@ -15,6 +15,8 @@ struct WgmmaPlace {
   static constexpr int kGroups = 3, kTiles = kGroups, kOthers = 64;
   static constexpr int kRows = kGroups * kWgmmaRows, kBlockThreads = kGroups * kWarpgroup, kBlocks = 1;
   static constexpr int kWarpRows = 16, kParts = 1, kPlanesAtOnce = 2;
+  // for which a block has shared memory
+  static constexpr int kMostPlanes = 16;
 };
 
 // The rows of a side and of a head, with their values and factors, and from one row to the next.
@@ -36,10 +38,11 @@ struct WgmmaRows {
 struct WgmmaMemory {
   static constexpr int kMatrix = 64 * kWgmmaColumns, kTiles = WgmmaPlace::kTiles;
   alignas(kSwizzleBytes) BFloat16 keys[WgmmaPlace::kGroups * kMatrix], values[WgmmaPlace::kGroups * kMatrix];
-  BFloat16 queries[kTiles][kMatrix], grads[kTiles][kMatrix];
+  // of the tiles at hand, and by turns of those before or after
+  BFloat16 queries[2][kTiles][kMatrix], grads[kTiles][kMatrix];
   // of every pair, by keys, the weight of the query for the key's sum and of the key for the query's
   BFloat16 slopes[kTiles][WgmmaPlace::kGroups * kMatrix];
-  float key_factors[WgmmaPlace::kRows], query_factors[kTiles][WgmmaPlace::kOthers];
+  float key_factors[WgmmaPlace::kRows], query_factors[2][kTiles][WgmmaPlace::kOthers];
   // those of a tile before it is copied, which say what of it is masked
   float next_factors[kTiles][WgmmaPlace::kOthers];
   // of the head, and what the block stores for its queries: registers are short
@@ -50,7 +53,7 @@ struct WgmmaMemory {
   __device__ const WgmmaRows& queries_of_head() const { return *reinterpret_cast<const WgmmaRows*>(all_queries); }
 };
 // with as many planes as there may be
-static_assert(sizeof(WgmmaMemory) + CollidingPairs::kMostPlanes * sizeof(uint32_t) *
+static_assert(sizeof(WgmmaMemory) + WgmmaPlace::kMostPlanes * sizeof(uint32_t) *
                                         (WgmmaPlace::kRows + WgmmaPlace::kTiles * WgmmaPlace::kOthers) <=
                   227 << 10,
               "a block has 227 KB");
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
 #pragma unroll 1
     for (int tile = 0; tile < 2; ++tile) {
       const int first = tile * kOthers;
-      copy_rows(all_queries, first, sizes, memory.queries[tile], memory.grads[tile], memory.query_factors[tile],
+      copy_rows(all_queries, first, sizes, memory.queries[0][tile], memory.grads[tile], memory.query_factors[0][tile],
                 [&](int row) { return __ldg(all_queries.factors + first + row); });
       pairs.copy_others<Place>(query_planes + first, planes, tile);
     }
@@ -170,10 +173,10 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
   WgmmaSums sums, value_sums;
   // Copies a tile, and what says what of the next is masked. There are always as many as places: past the last query
   // they are zero.
-  const auto copy_tile = [&](int first, int place) {
+  const auto copy_tile = [&](int first, int turn, int place) {
     if (first - place * kOthers >= count) return;
     const WgmmaRows& all = memory.queries_of_head();
-    copy_rows(all, first, sizes, memory.queries[place], memory.grads[place], memory.query_factors[place],
+    copy_rows(all, first, sizes, memory.queries[turn][place], memory.grads[place], memory.query_factors[turn][place],
               [&](int row) { return memory.next_factors[place][row]; });
     const int next = (place + 1) % Place::kTiles;
     copy_factors(all, first + kOthers, memory.next_factors[next]);
@@ -181,9 +184,10 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
   };
 
   // Adds what a tile gives to the sums, and keeps the slopes. The products go on.
-  const auto add_tile = [&](int place, bool is_first) {
+  const auto add_tile = [&](int turn, int place, bool is_first) {
     const uint64_t my_values = descriptor_of(memory.values + group * kMatrix);
-    const uint64_t tile_grads = descriptor_of(memory.grads[place]), tile_queries = descriptor_of(memory.queries[place]);
+    const uint64_t tile_grads = descriptor_of(memory.grads[place]),
+                   tile_queries = descriptor_of(memory.queries[turn][place]);
     float counts[kColumns][4];
     pairs.count<Place>(planes, place, counts);
     WgmmaSums products;
@@ -202,7 +206,7 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
     for (int k = 0; k < kOthers / kWgmmaDepth; ++k)
       add_products(value_sums, weights[k], tile_grads + k * kNextRows, k > 0 || !is_first);
     commit_products();
-    const float* const factors = memory.query_factors[place];
+    const float* const factors = memory.query_factors[turn][place];
     const int key = my_row();
     const float my_factors[2] = {memory.key_factors[key], memory.key_factors[key + 8]};
 #pragma unroll
@@ -232,7 +236,7 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
     keep(value_sums);
   };
   // Adds up what all of the block's keys add to the gradient of the tile of queries at a place, and stores it.
-  const auto add_to_queries = [&](int first, int place) {
+  const auto add_to_queries = [&](int first, int turn, int place) {
     const uint64_t all_keys = descriptor_of(memory.keys), slopes = descriptor_of(memory.slopes[place]);
     WgmmaSums query_sums;
     begin_products();
@@ -241,46 +245,39 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
     for (int k = 1; k < Place::kRows / kWgmmaDepth; ++k)
       multiply_shared<true, true>(query_sums, slopes + k * kNextRows, all_keys + k * kNextRows);
     commit_products();
-    // the rows themselves, in whose places there are others by now
-    const WgmmaRows& all = memory.queries_of_head();
-    AddendRows<BFloat16> to;
-    uint32_t own[2][kColumns];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first + my_row() % kWgmmaRows + half * 8, existing = min(row, count - 1);
-      const BFloat16* const own_row = row_at(all.rows, existing, all.row_bytes) + warp_lane() % 4 * 2;
-#pragma unroll
-      for (int piece = 0; piece < kColumns; ++piece)
-        own[half][piece] =
-            piece * kPiece < columns ? __ldg(reinterpret_cast<const uint32_t*>(own_row + piece * kPiece)) : 0;
-      to.inverse_length[half] = __ldg(all.factors + existing);
-      to.addend[half] = row_at(memory.list, existing, addend_columns<BFloat16>(columns) * sizeof(BFloat16));
-      to.exists[half] = row < count;
-    }
     finish_products();
     keep(query_sums);
+    AddendRows<BFloat16> to;
+    const int tile_row = my_row() % kWgmmaRows;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float factor = to.inverse_length[half], length = factor > 0 ? __fdividef(1, factor) : 0;
+      const int row = first + tile_row + half * 8;
+      const float factor = memory.query_factors[turn][place][tile_row + half * 8];
+      const float length = factor > 0 ? __fdividef(1, factor) : 0;
 #pragma unroll
       for (int i = 0; i < kColumns * 2; ++i) query_sums[i / 2][half * 2 + i % 2] *= length;
+      to.addend[half] = row_at(memory.list, row, addend_columns<BFloat16>(columns) * sizeof(BFloat16));
+      to.inverse_length[half] = factor;
+      to.exists[half] = row < count;
     }
+    BFloat16* const rows = memory.queries[turn][place];
     to.store(warp_lane(), reinterpret_cast<float (&)[kColumns / 2][2][4]>(query_sums), columns,
-             [&](int half, int piece) { return own[half][piece]; });
+             [&](int half, int piece) { return *swizzled_pair(rows, tile_row + half * 8, piece); });
   };
 
 #pragma unroll 1
-  for (int first = 0; first < count; first += Place::kTiles * kOthers) {
+  for (int first = 0, turn = 0; first < count; first += Place::kTiles * kOthers, turn ^= 1) {
 #pragma unroll
     for (int place = 0; place < Place::kTiles; ++place) {
-      add_tile(place, place == 0 && first == 0);
+      add_tile(turn, place, place == 0 && first == 0);
       // the next tile, which all have copied
       wait_for_copies();
       show_products();
       __syncthreads();
-      copy_tile(first + (place + 2) * kOthers, (place + 2) % Place::kTiles);
+      const int ahead = place + 2;
+      copy_tile(first + ahead * kOthers, turn ^ ahead / Place::kTiles, ahead % Place::kTiles);
       if (place == Place::kTiles - 1)
-        add_to_queries(first + group * kOthers, group);
+        add_to_queries(first + group * kOthers, turn, group);
       else
         finish_products();
     }

@@ -89,26 +89,29 @@ void backward_by_pairs(const Device& device, const Tensor& grad, const Tensor& q
     }
 }
 
+int64_t planes_of(int64_t num_hash, int64_t hash_code_len) { return divide_up(num_hash, kWordBits) * hash_code_len; }
+
 // With few queries, the other kernel rounds less.
-bool goes_by_warpgroups(const Device& device, const Tensor& query, const Tensor& value) {
-  return std::max(query.size(3), value.size(3)) <= kWgmmaColumns && query.size(2) > kFewOthers && device.has_wgmma();
+bool goes_by_warpgroups(const Device& device, const Tensor& query, const Tensor& value, int64_t planes) {
+  return std::max(query.size(3), value.size(3)) <= kWgmmaColumns && query.size(2) > kFewOthers &&
+         planes <= WgmmaPlace::kMostPlanes && device.has_wgmma();
 }
 
 }  // namespace
 
-bool goes_by_pairs(const Device& device, const Tensor& query, const Tensor& key, const Tensor& value,
-                   int64_t num_hash, int64_t hash_code_len) {
+bool goes_by_pairs(const Device& device, const Tensor& query, const Tensor& key, const Tensor& value, int64_t num_hash,
+                   int64_t hash_code_len) {
   const char* setting = std::getenv("YOSO_CUDA_BACKWARD");
   const std::string_view way = setting == nullptr ? "" : setting;
   STD_TORCH_CHECK(setting == nullptr || way == "pairs" || way == "buckets",
                   "YOSO_CUDA_BACKWARD must be pairs or buckets, got ", setting);
-  const int64_t planes = divide_up(num_hash, kWordBits) * hash_code_len;
+  const int64_t planes = planes_of(num_hash, hash_code_len);
   if (query.scalar_type() != ScalarType::BFloat16 || std::max(query.size(3), value.size(3)) > kMaxMmaColumns ||
       planes > CollidingPairs::kMostPlanes)
     return false;
   if (setting != nullptr) return way == "pairs";
   const double N = query.size(2), M = key.size(2);
-  const double bucket_cost = goes_by_warpgroups(device, query, value) ? kBucketCostOfWarpgroups : kBucketCost;
+  const double bucket_cost = goes_by_warpgroups(device, query, value, planes) ? kBucketCostOfWarpgroups : kBucketCost;
   return N * M * (kPairCost + static_cast<double>(planes)) <= bucket_cost * (N + M) * num_hash;
 }
 
@@ -121,9 +124,10 @@ void sampled_attention_backward_by_pairs(const Device& device, const Tensor& gra
   const Tensor grads = tile_rows(grad, widest), queries = tile_rows(query, widest);
   const Tensor keys = tile_rows(key, widest), values = tile_rows(value, widest);
   TileOutput query_output(grad_query, queries), key_output(grad_key, keys), value_output(grad_value, values);
-  const auto backward = goes_by_warpgroups(device, query, value) ? backward_by_pairs<ByWarpgroups>
-                        : widest <= kTile                        ? backward_by_pairs<ByWarps<kTile>>
-                                                                 : backward_by_pairs<ByWarps<kMaxMmaColumns>>;
+  const bool by_warpgroups = goes_by_warpgroups(device, query, value, planes_of(query_codes.size(2), hash_code_len));
+  const auto backward = by_warpgroups     ? backward_by_pairs<ByWarpgroups>
+                        : widest <= kTile ? backward_by_pairs<ByWarps<kTile>>
+                                          : backward_by_pairs<ByWarps<kMaxMmaColumns>>;
   // the keys are the rows that are "mine"
   backward(device, grads, queries, keys, values, CollidingPairs{planes.pairs().swapped()}, query_output.tiles(),
            key_output.tiles(), value_output.tiles());
