@@ -3,7 +3,8 @@
 Environment:
     YOSO_CUDA        0: leave csrc/cuda out; 1: build it, and fail when nvcc is missing; unset: build it where nvcc is
                      found and torch has CUDA
-    YOSO_CUDA_ARCHS  architectures for nvcc, default "80;86;89;90"; PTX of the newest is added for later GPUs
+    YOSO_CUDA_ARCHS  architectures for nvcc, default "80;86;89;90", of which 90 is compiled as 90a; PTX of the newest
+                     is added for later GPUs
     CXX, MAX_JOBS    the usual meaning; of C++ and of CUDA, so many files each are compiled at a time
 """
 
