@@ -205,6 +205,26 @@ torch.save(results, sys.argv[1])
 
 
 @needs_emulator
+def test_rows_too_far_apart_to_count_are_refused(emulated_kernels):
+    """Before any is read: of the tensor's 4 GiB no page is ever touched."""
+    code = """
+import os
+import pytest
+from yoso_hf import ops
+
+rows, codes = torch.ones(1, 1, 2, 64).bfloat16(), torch.zeros(1, 1, 3, 2, dtype=torch.int16)
+far = torch.empty(2**31 + 64, dtype=torch.bfloat16).as_strided((1, 1, 2, 64), (2**31, 2**31, 2**31, 1))
+for way in ("pairs", "buckets"):
+    os.environ["YOSO_CUDA_BACKWARD"] = way
+    for place in range(4):
+        grad, query, key, value = [far if place == i else rows for i in range(4)]
+        with pytest.raises(RuntimeError, match="rows must be less than 4 GiB apart, got 4294967296 bytes"):
+            ops.sampled_attention_backward(grad, query, key, value, codes, codes, 2)
+"""
+    run_emulated(emulated_kernels, code)
+
+
+@needs_emulator
 def test_wide_values_are_added_up_in_slices_but_not_scaled(emulated_kernels):
     code = """
 import pytest

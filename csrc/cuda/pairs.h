@@ -39,7 +39,7 @@ struct CollidingPairs {
   template <class Place, int n>
   __device__ __forceinline__ void count(const uint32_t* shared, int tile, float (&counts)[n][4]) const {
     constexpr int kParts = Place::kParts, kColumns = n / kParts;
-    static_assert(kParts * kColumns * 8 == kParts * Place::kOthers && kColumns % 4 == 0, "planes are by 32 others");
+    static_assert(kColumns * 8 == Place::kOthers && kColumns % 4 == 0, "planes are by 32 others");
     // see PlaneOrder::kLanes
     const int first = threadIdx.x / kWarp * Place::kWarpRows;
     const uint32_t* my_plane = shared + first / 32 * 32 + warp_lane() / 4 * 4 + first % 32 / 8;

@@ -54,6 +54,8 @@ void backward_by_pairs(const Device& device, const Tensor& grad, const Tensor& q
   using Place = typename Way::Place;
   using In = BFloat16;
   const int64_t heads = query.size(0) * query.size(1), N = query.size(2), D = query.size(3);
+  // the kernels count in 32 bits what these refuse to
+  for (const Tensor& rows : {query, grad, key, value}) row_bytes_of<In>(rows);
   const Tensor query_inverse = inverse_lengths<In>(device, query, pairs.swapped());
   const Tensor key_inverse = inverse_lengths<In>(device, key, pairs);
   const Side<In> queries = side_of<In>(query, grad, query_inverse), keys = side_of<In>(key, value, key_inverse);
