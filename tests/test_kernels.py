@@ -260,6 +260,15 @@ def test_a_row_that_is_no_number_has_no_part_in_the_backward_by_pairs(monkeypatc
 
 # about 190 rows, where both take the same time with one function of 2 bits; more planes and columns than pairs have
 @needs_cuda_kernels
+@pytest.mark.parametrize(("data", "num_hash"), [("equal", 301), ("mixed", 511)])
+def test_more_hash_functions_than_bfloat16_counts(data, num_hash, monkeypatch):
+    """Weights of whole numbers beyond 256 are not rounded where they are factors of others."""
+    monkeypatch.setenv("YOSO_CUDA_BACKWARD", "pairs")
+    inputs = Inputs(data, (1, 1, 300, 300, 64, 64, num_hash, 1), torch.bfloat16)
+    assert_as_accurate_as_pytorch(inputs.sampled_backward, torch.bfloat16)
+
+
+@needs_cuda_kernels
 @pytest.mark.parametrize(
     ("shape", "setting", "taken"),
     [((1, 1, 187, 187, 64, 64, 1, 2), None, "pairs"), ((1, 1, 230, 230, 64, 64, 1, 2), None, "buckets")]

@@ -1,4 +1,5 @@
-// The gradients by pairs for any GPU with tensor cores: a block has two tiles of queries at a time, in registers.
+// The gradients by pairs for any GPU with tensor cores: a warp has 16 or 32 of the block's keys, and multiplies them
+// with tiles of 32 queries.
 #pragma once
 
 #include "pairs.h"

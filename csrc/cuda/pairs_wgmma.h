@@ -15,8 +15,8 @@ struct WgmmaPlace {
   static constexpr int kGroups = 3, kTiles = kGroups, kOthers = 64;
   static constexpr int kRows = kGroups * kWgmmaRows, kBlockThreads = kGroups * kWarpgroup, kBlocks = 1;
   static constexpr int kWarpRows = 16, kParts = 1, kPlanesAtOnce = 2;
-  // for which a block has shared memory
-  static constexpr int kMostPlanes = 16;
+  // for which a block has shared memory, and whose whole numbers bfloat16 has all of
+  static constexpr int kMostPlanes = 16, kMostHashes = 256;
 };
 
 // The rows of a side and of a head, with their values and factors, and from one row to the next.
@@ -46,11 +46,9 @@ struct WgmmaMemory {
   // those of a tile before it is copied, which say what of it is masked
   float next_factors[kTiles][WgmmaPlace::kOthers];
   // of the head, and what the block stores for its queries: registers are short
-  alignas(8) unsigned char all_queries[sizeof(WgmmaRows)];
+  WgmmaRows all_queries;
   const uint32_t* query_planes;
   BFloat16* list;
-
-  __device__ const WgmmaRows& queries_of_head() const { return *reinterpret_cast<const WgmmaRows*>(all_queries); }
 };
 // with as many planes as there may be
 static_assert(sizeof(WgmmaMemory) + WgmmaPlace::kMostPlanes * sizeof(uint32_t) *
@@ -109,14 +107,6 @@ __device__ __forceinline__ uint32_t* swizzled_pair(BFloat16* rows, int row, int 
   return reinterpret_cast<uint32_t*>(reinterpret_cast<unsigned char*>(rows) + (first ^ piece * kPieceBytes));
 }
 
-// 16 x 16 of A for every four rows of n, as add_products takes them.
-template <int n>
-__device__ __forceinline__ void round_pairs(const float (&pairs)[n][4], uint32_t (&rounded)[n / 2][4]) {
-#pragma unroll
-  for (int i = 0; i < n * 2; ++i)
-    rounded[i / 4][i % 4] = pack<BFloat16>(pairs[i / 2][i % 2 * 2], pairs[i / 2][i % 2 * 2 + 1]);
-}
-
 __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks)
     gradients_by_warpgroups_kernel(Side<BFloat16> keys, Side<BFloat16> queries, Sizes sizes, CollidingPairs pairs,
                                    Rows<BFloat16> grad_key, Rows<BFloat16> grad_value, QueryAddends addends) {
@@ -137,7 +127,7 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
     const WgmmaRows all_keys(keys, block), all_queries(queries, block);
     const uint32_t* const query_planes = pairs.codes.plane_of(pairs.codes.others, block.batch_head, 0);
     if (threadIdx.x == 0) {
-      memcpy(memory.all_queries, &all_queries, sizeof(all_queries));
+      memory.all_queries = all_queries;
       memory.query_planes = query_planes;
       memory.list = addends.data +
                     int64_t{blockIdx.x} * queries.count * addend_columns<BFloat16>(static_cast<int32_t>(sizes.columns));
@@ -175,7 +165,7 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
   // they are zero.
   const auto copy_tile = [&](int first, int turn, int place) {
     if (first - place * kOthers >= count) return;
-    const WgmmaRows& all = memory.queries_of_head();
+    const WgmmaRows& all = memory.all_queries;
     copy_rows(all, first, sizes, memory.queries[turn][place], memory.grads[place], memory.query_factors[turn][place],
               [&](int row) { return memory.next_factors[place][row]; });
     const int next = (place + 1) % Place::kTiles;
@@ -198,7 +188,7 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
       multiply_shared<true, false>(products, my_values + k * kNextColumns, tile_grads + k * kNextColumns);
     commit_products();
     uint32_t weights[kColumns / 2][4], slopes[kColumns / 2][4];
-    round_pairs(counts, weights);
+    round_weights<BFloat16>(counts, weights);
     wait_for_products();
     keep(products);
     begin_products();
@@ -218,7 +208,7 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
       product[0] *= weight.x * factor.x * my_factors[row];
       product[1] *= weight.y * factor.y * my_factors[row];
     }
-    round_pairs(products, slopes);
+    round_weights<BFloat16>(products, slopes);
     BFloat16* const rows = memory.slopes[place];
     // which all groups have read then, of the tiles before
     if (place == 0) __syncthreads();

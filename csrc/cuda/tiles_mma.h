@@ -225,14 +225,20 @@ __device__ __forceinline__ void add_rounded(const uint32_t (&weights)[n][4], con
   }
 }
 
+// Rounds a thread's weights to 16 bits, as the A of products.
+template <class In, int n>
+__device__ __forceinline__ void round_weights(const float (&weights)[n][4], uint32_t (&rounded)[n / 2][4]) {
+#pragma unroll
+  for (int i = 0; i < n * 2; ++i)
+    rounded[i / 4][i % 4] = pack<In>(weights[i / 2][i % 2 * 2], weights[i / 2][i % 2 * 2 + 1]);
+}
+
 // sums += weights others, the weights rounded to 16 bits, which become `rounded`. With few others, also what is rounded
 // off: the errors of many average out, where a single weight's is that of all columns.
 template <class Place, class In, int n>
 __device__ __forceinline__ void add_weighted_mma(const float (&weights)[n][4], const In* others, bool few,
                                                  MmaSums<Place>& sums, uint32_t (&rounded)[n / 2][4]) {
-#pragma unroll
-  for (int i = 0; i < n * 2; ++i)
-    rounded[i / 4][i % 4] = pack<In>(weights[i / 2][i % 2 * 2], weights[i / 2][i % 2 * 2 + 1]);
+  round_weights<In>(weights, rounded);
   if (few) {
     uint32_t rest[n / 2][4];
 #pragma unroll
