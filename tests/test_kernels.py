@@ -212,15 +212,20 @@ def test_backward_of_many_hash_functions_is_as_accurate_as_pytorch(shape, dtype)
     assert_as_accurate_as_pytorch(inputs.sampled_backward, dtype)
 
 
-# of 160 to 240 rows, half of which have a block's memory to themselves; some of 352 and more, which do not fit it; and
-# wide rows, of which it has room for half as many
+# of 160 to 240 rows, half of which have a block's memory to themselves; some of 352 and more, which do not fit it;
+# wide rows, of which it has room for half as many; with rows that meet none, and several buckets at a time; one row;
+# and rows that are alike
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 1500, 1400, 64, 48, 2, 3), (1, 1, 1500, 700, 64, 64, 2, 2), (1, 1, 500, 600, 104, 128, 2, 2)]
+    ("data", "shape"),
+    [("random", (1, 1, 1500, 1400, 64, 48, 2, 3)), ("random", (1, 1, 1500, 700, 64, 64, 2, 2))]
+    + [("random", (1, 1, 500, 600, 104, 128, 2, 2)), ("random", (1, 4, 430, 20, 24, 40, 24, 3))]
+    + [("random", (1, 2, 130, 1, 64, 64, 2, 1)), ("mixed", (2, 2, 300, 290, 64, 64, 3, 2))]
+    + [("equal", (1, 1, 300, 530, 64, 64, 3, 3))],
 )
-def test_backward_of_large_buckets_is_as_accurate_as_pytorch(shape, dtype, monkeypatch):
+def test_backward_of_large_buckets_is_as_accurate_as_pytorch(data, shape, dtype, monkeypatch):
     monkeypatch.setenv("YOSO_CUDA_BACKWARD", "buckets")
-    inputs = Inputs("random", shape, dtype)
+    inputs = Inputs(data, shape, dtype)
     assert_as_accurate_as_pytorch(inputs.sampled_backward, dtype)
 
 
@@ -234,11 +239,13 @@ def test_gradients_without_columns_of_values_are_zero(data, dtype):
         assert torch.equal(gradient, torch.zeros_like(x, dtype=dtype))
 
 
+# in small buckets and in large ones
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("hash_code_len", [4, 2])
 @pytest.mark.parametrize("factor", [1e-18, 1e18])
-def test_gradients_of_rows_far_from_length_one_are_as_accurate_as_pytorch(factor):
+def test_gradients_of_rows_far_from_length_one_are_as_accurate_as_pytorch(factor, hash_code_len):
     """Squares of the lengths just fit float32, products of two such squares do not."""
-    inputs = Inputs("random", (1, 2, 157, 301, 64, 64, 4, 4), torch.bfloat16)
+    inputs = Inputs("random", (1, 2, 157, 301, 64, 64, 4, hash_code_len), torch.bfloat16)
     inputs.query *= factor
     inputs.key *= factor
     assert_as_accurate_as_pytorch(inputs.sampled_backward, torch.bfloat16)
@@ -258,21 +265,23 @@ def test_a_row_that_is_no_number_has_no_part_in_the_backward_by_pairs(monkeypatc
         assert torch.equal(got, gradient)
 
 
-# about 190 rows, where both take the same time with one function of 2 bits; more planes and columns than pairs have
-@needs_cuda_kernels
-@pytest.mark.parametrize(("data", "num_hash"), [("equal", 301), ("mixed", 511)])
-def test_more_hash_functions_than_bfloat16_counts(data, num_hash, monkeypatch):
-    """Weights of whole numbers beyond 256 are not rounded where they are factors of others."""
-    monkeypatch.setenv("YOSO_CUDA_BACKWARD", "pairs")
-    inputs = Inputs(data, (1, 1, 300, 300, 64, 64, num_hash, 1), torch.bfloat16)
+@pytest.mark.parametrize(
+    ("data", "queries", "num_hash"), [("equal", 300, 301), ("equal", 70, 301), ("mixed", 300, 511)]
+)
+def test_more_hash_functions_than_bfloat16_counts(data, queries, num_hash):
+    """How many agree is a whole number beyond 256, which is not to be rounded."""
+    inputs = Inputs(data, (1, 1, queries, 300, 64, 64, num_hash, 1), torch.bfloat16)
     assert_as_accurate_as_pytorch(inputs.sampled_backward, torch.bfloat16)
 
 
+# about 190 rows, where both take the same time with one function of 2 bits; more planes, columns and hash functions
+# than pairs have
 @needs_cuda_kernels
 @pytest.mark.parametrize(
     ("shape", "setting", "taken"),
     [((1, 1, 187, 187, 64, 64, 1, 2), None, "pairs"), ((1, 1, 230, 230, 64, 64, 1, 2), None, "buckets")]
-    + [((1, 1, 65, 90, 64, 64, 130, 10), "pairs", "buckets"), ((1, 1, 65, 90, 64, 136, 4, 3), "pairs", "buckets")],
+    + [((1, 1, 65, 90, 64, 64, 130, 10), "pairs", "buckets"), ((1, 1, 65, 90, 64, 136, 4, 3), "pairs", "buckets")]
+    + [((1, 1, 65, 90, 64, 64, 257, 1), "pairs", "buckets")],
 )
 def test_the_backward_goes_the_faster_way_that_it_can(shape, setting, taken, monkeypatch):
     """As the ways round in other places."""

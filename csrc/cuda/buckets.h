@@ -100,6 +100,55 @@ __device__ Span span_of(const HeadSide<In>& side, int32_t code) {
 // The thread's lane, on which the addresses of all kinds of buckets depend.
 __device__ __forceinline__ uint32_t lane_in_bucket() { return unknown(threadIdx.x % kWarp); }
 
+// Some codes of a hash function of a head.
+constexpr int kMostItemCodes = 128;
+template <class In, int most_codes = kMostItemCodes>
+struct Item {
+  HeadSide<In> sides[2];
+  int32_t starts[2][most_codes + 1];
+  int32_t num_codes;
+  // its part of the rows that are in no bucket
+  Span in_none[2];
+
+  // A warp does this.
+  __device__ __forceinline__ void begin(int32_t number, const Side<In>& query_side, const Side<In>& key_side,
+                                        Sizes sizes) {
+    // what depends on them alone is not to be kept in registers
+    for (int32_t* size : {&sizes.H, &sizes.hashes, &sizes.D, &sizes.table_size, &sizes.item_codes})
+      *size = unknown(*size);
+    const int32_t lane = lane_in_bucket(), items = sizes.items(), part = number % items;
+    const int32_t first_code = part * sizes.item_codes, codes = min(sizes.item_codes, sizes.table_size - first_code);
+    if (lane == 0) num_codes = codes;
+    if (lane < 2) {
+      sides[lane] = HeadSide<In>(lane == 0 ? query_side : key_side, sizes, number / items);
+      in_none[lane] = sides[lane].in_none(sizes, part, items);
+    }
+    __syncwarp();
+    for (int code = lane; code <= codes; code += kWarp)
+#pragma unroll
+      for (int side = 0; side < 2; ++side) starts[side][code] = __ldg(sides[side].starts + first_code + code);
+    __syncwarp();
+  }
+
+  // Clears what rows get that have none of the other side in their bucket, or are in no bucket. The block's warps do
+  // this.
+  __device__ __forceinline__ void clear_others(int warps) const {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    for (int side = 0; side < 2; ++side) sides[side].clear(in_none[side], warp, warps);
+    for (int first = 0; first < num_codes; first += kWarp) {
+      const int code = first + lane;
+      int rows[2] = {0, 0};
+      if (code < num_codes)
+        for (int side = 0; side < 2; ++side) rows[side] = starts[side][code + 1] - starts[side][code];
+      for (uint32_t left = __ballot_sync(kAllLanes, (rows[0] > 0) != (rows[1] > 0)); left != 0; left &= left - 1) {
+        const int alone = first + __ffs(left) - 1, side = starts[0][alone] == starts[0][alone + 1];
+        const int32_t* start = starts[side] + alone;
+        sides[side].clear({start[0], start[1] - start[0]}, warp, warps);
+      }
+    }
+  }
+};
+
 // Up to 16 rows of a bucket's one side in lanes 0..15, and of the other in lanes 16..31. Past the last there is the
 // last again, at inverse length zero: it has an address, if nothing to add.
 template <class T>

@@ -30,7 +30,7 @@ struct MmaPlan {
   static constexpr int kTiles = kColumns > 64 ? 5 : kIsLarge ? 11 : kSize == PlanSize::kMiddle ? 12 : 10;
   static constexpr int kMostTiles = kStages * kTiles;
   static constexpr int kRows = kTiles * kPicked, kMostRows = kMostTiles * kPicked;
-  static constexpr int kWarps = kParts == 2 ? 12 : 8, kThreads = kWarps * kWarp;
+  static constexpr int kWarps = kParts == 2 ? 12 : 8, kThreads = kWarps * kWarp, kMostCodes = kMostItemCodes;
   // of a multiprocessor, as registers go
   static constexpr int kBlocks = kIsLarge || kColumns > 64 ? 1 : 2;
 };
@@ -323,65 +323,16 @@ struct Batch {
     return i < queries ? make_int2(0, i) : make_int2(1, i - queries);
   }
   __device__ __forceinline__ bool has_row(int i) const { return i < (num_tiles[0] + num_tiles[1]) * kPicked; }
-};
 
-// Some codes of a hash function of a head.
-template <class In>
-struct Item {
-  static constexpr int kMostCodes = 128;
-  HeadSide<In> sides[2];
-  int32_t starts[2][kMostCodes + 1];
-  int32_t num_codes;
-  // its part of the rows that are in no bucket
-  Span in_none[2];
-
-  // A warp does this.
-  __device__ __forceinline__ void begin(int32_t number, const Side<In>& query_side, const Side<In>& key_side,
-                                        Sizes sizes) {
-    // what depends on them alone is not to be kept in registers
-    for (int32_t* size : {&sizes.H, &sizes.hashes, &sizes.D, &sizes.table_size, &sizes.item_codes})
-      *size = unknown(*size);
-    const int32_t lane = lane_in_bucket(), items = sizes.items(), part = number % items;
-    const int32_t first_code = part * sizes.item_codes, codes = min(sizes.item_codes, sizes.table_size - first_code);
-    if (lane == 0) num_codes = codes;
-    if (lane < 2) {
-      sides[lane] = HeadSide<In>(lane == 0 ? query_side : key_side, sizes, number / items);
-      in_none[lane] = sides[lane].in_none(sizes, part, items);
-    }
-    __syncwarp();
-    for (int code = lane; code <= codes; code += kWarp)
-#pragma unroll
-      for (int side = 0; side < 2; ++side) starts[side][code] = __ldg(sides[side].starts + first_code + code);
-    __syncwarp();
-  }
-
-  // Clears what rows get that have none of the other side in their bucket, or are in no bucket. The block's warps do
-  // this.
-  __device__ __forceinline__ void clear_others(int warps) const {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    for (int side = 0; side < 2; ++side) sides[side].clear(in_none[side], warp, warps);
-    for (int first = 0; first < num_codes; first += kWarp) {
-      const int code = first + lane;
-      int rows[2] = {0, 0};
-      if (code < num_codes)
-        for (int side = 0; side < 2; ++side) rows[side] = starts[side][code + 1] - starts[side][code];
-      for (uint32_t left = __ballot_sync(kAllLanes, (rows[0] > 0) != (rows[1] > 0)); left != 0; left &= left - 1) {
-        const int alone = first + __ffs(left) - 1, side = starts[0][alone] == starts[0][alone + 1];
-        const int32_t* start = starts[side] + alone;
-        sides[side].clear({start[0], start[1] - start[0]}, warp, warps);
-      }
-    }
-  }
-
-  // Makes tiles of the buckets from `first` on, of as many as there is room for. A warp does this.
-  template <class Plan>
-  __device__ __forceinline__ void choose_buckets(int first, Batch<Plan>& batch) const {
+  // Makes tiles of an item's buckets from `first` on, of as many as there is room for. A warp does this.
+  template <class In>
+  __device__ __forceinline__ void choose_buckets(const Item<In>& item, int first) {
     constexpr int kTaskBits = 16, kTileMask = (1 << kTaskBits) - 1;
-    const int lane = threadIdx.x % kWarp, code = first + lane, count = num_codes;
+    const int lane = threadIdx.x % kWarp, code = first + lane, count = item.num_codes;
     // of tiles and, in the upper bits, of tasks
     int rows[2] = {0, 0}, begin[2], end[2];
     if (code < count)
-      for (int side = 0; side < 2; ++side) rows[side] = starts[side][code + 1] - starts[side][code];
+      for (int side = 0; side < 2; ++side) rows[side] = item.starts[side][code + 1] - item.starts[side][code];
     const bool exists = min(rows[0], rows[1]) > 0;
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
@@ -396,41 +347,41 @@ struct Item {
       }
       begin[side] = end[side] - own;
     }
-    const int tiles = max(end[0] & kTileMask, end[1] & kTileMask);
-    const bool fits = tiles <= (__shfl_sync(kAllLanes, tiles, 0) > Plan::kTiles ? Plan::kMostTiles : Plan::kTiles);
+    const int needed = max(end[0] & kTileMask, end[1] & kTileMask);
+    const bool fits = needed <= (__shfl_sync(kAllLanes, needed, 0) > Plan::kTiles ? Plan::kMostTiles : Plan::kTiles);
     const uint32_t left_out = __ballot_sync(kAllLanes, code >= count || !fits);
     const int taken = left_out == 0 ? kWarp : __ffs(left_out) - 1;
-    if (lane == 0) batch.num_codes = taken;
+    if (lane == 0) num_codes = taken;
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const int all = __shfl_sync(kAllLanes, end[side], max(taken - 1, 0));
       if (lane == 0) {
-        batch.num_tiles[side] = taken == 0 ? 0 : all & kTileMask;
-        batch.num_tasks[side] = taken == 0 ? 0 : all >> kTaskBits;
+        num_tiles[side] = taken == 0 ? 0 : all & kTileMask;
+        num_tasks[side] = taken == 0 ? 0 : all >> kTaskBits;
       }
       if (lane >= taken) continue;
       const int first_tile = begin[side] & kTileMask, end_tile = end[side] & kTileMask;
       const int other = begin[1 - side] & kTileMask, others = (end[1 - side] & kTileMask) - other;
       for (int tile = first_tile; tile < end_tile; ++tile) {
         const int skipped = (tile - first_tile) * kPicked;
-        batch.tiles[side][tile] = {starts[side][code] + skipped, min(rows[side] - skipped, kPicked)};
+        tiles[side][tile] = {item.starts[side][code] + skipped, min(rows[side] - skipped, kPicked)};
       }
-      Task* task = batch.tasks[side] + (begin[side] >> kTaskBits);
+      Task* task = tasks[side] + (begin[side] >> kTaskBits);
       for (int tile = first_tile; tile < end_tile; tile += Plan::kParts)
         *task++ = {tile, min(end_tile - tile, Plan::kParts), other, others};
     }
   }
 
-  // Copies which rows a batch has, ahead of when it is waited for. The block does this.
-  template <class Plan>
-  __device__ __forceinline__ void copy_row_numbers(Batch<Plan>& batch) const {
-    for (int i = threadIdx.x; batch.has_row(i); i += Plan::kThreads) {
-      const int2 place = batch.place_of(i);
-      const BucketTile& tile = batch.tiles[place.x][place.y / kPicked];
+  // Copies which rows there are, ahead of when it is waited for. The block does this.
+  template <class In>
+  __device__ __forceinline__ void copy_row_numbers(const Item<In>& item) {
+    for (int i = threadIdx.x; has_row(i); i += Plan::kThreads) {
+      const int2 place = place_of(i);
+      const BucketTile& tile = tiles[place.x][place.y / kPicked];
       const int r = place.y % kPicked;
-      int32_t* to = batch.row[place.x] + place.y;
+      int32_t* to = row[place.x] + place.y;
       if (r < tile.count)
-        copy_ahead<4>(to, sides[place.x].order + tile.first + r, false);
+        copy_ahead<4>(to, item.sides[place.x].order + tile.first + r, false);
       else
         *to = -1;
     }
@@ -523,7 +474,7 @@ struct MmaMemory {
       if (is_first) number_after = atomicAdd(next, 1);
       items[chosen].begin(number, query_side, key_side, sizes);
     }
-    items[chosen].choose_buckets(first_code, batch);
+    batch.choose_buckets(items[chosen], first_code);
     if (is_first) {
       batch.item = item = chosen;
       batch.first_code = first_code;
@@ -646,7 +597,7 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
   };
   const auto copy_row_numbers = [&](uint32_t number) {
     Batch<Plan>& batch = batch_at(number);
-    if (batch.item >= 0) memory.items[batch.item].copy_row_numbers(batch);
+    if (batch.item >= 0) batch.copy_row_numbers(memory.items[batch.item]);
   };
   const auto first_row_of = [&](uint32_t number) {
     return batch_at(number).is_alone() ? 0 : number % Plan::kStages * Plan::kRows;

@@ -200,6 +200,12 @@ __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool clea
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
+// Makes a group of those since the last one, and waits for all groups but the newest.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int newest>
+__device__ __forceinline__ void wait_for_groups() {
+  asm volatile("cp.async.wait_group %0;" : : "n"(newest) : "memory");
+}
 
 // Calls f with a value of query's element type; float16 has too few exponents for weights that are not scaled.
 template <class F>

@@ -9,6 +9,8 @@
 
 namespace yoso {
 
+__device__ __forceinline__ int warp_lane() { return threadIdx.x % kWarp; }
+
 // d += a b; T is BFloat16 or Half.
 template <class T>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {

@@ -10,8 +10,8 @@ namespace {
 
 // The pairs whose codes are equal by some hash functions: each has so many times the weight.
 struct CollidingPairs {
-  // so that there is shared memory for them on every GPU
-  static constexpr int kMostPlanes = 32;
+  // so that there is shared memory for them on every GPU, and that bfloat16 has all numbers of functions that agree
+  static constexpr int kMostPlanes = 32, kMostHashes = 256;
   PairedCodes codes;
 
   CollidingPairs swapped() const { return {codes.swapped()}; }

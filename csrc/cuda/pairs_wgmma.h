@@ -15,8 +15,8 @@ struct WgmmaPlace {
   static constexpr int kGroups = 3, kTiles = kGroups, kOthers = 64;
   static constexpr int kRows = kGroups * kWgmmaRows, kBlockThreads = kGroups * kWarpgroup, kBlocks = 1;
   static constexpr int kWarpRows = 16, kParts = 1, kPlanesAtOnce = 2;
-  // for which a block has shared memory, and whose whole numbers bfloat16 has all of
-  static constexpr int kMostPlanes = 16, kMostHashes = 256;
+  // for which a block has shared memory
+  static constexpr int kMostPlanes = 16;
 };
 
 // The rows of a side and of a head, with their values and factors, and from one row to the next.
@@ -94,17 +94,6 @@ __device__ __forceinline__ void scale_keys(WgmmaMemory& memory) {
   }
   __syncthreads();
   if (threadIdx.x < WgmmaPlace::kRows) memory.key_factors[threadIdx.x] /= power_of_two(memory.key_factors[threadIdx.x]);
-}
-
-__device__ __forceinline__ uint64_t descriptor_of(const BFloat16* matrix) {
-  return matrix_descriptor(static_cast<uint32_t>(__cvta_generic_to_shared(matrix)));
-}
-
-// The pair of columns that a lane has of a row, of every 8; `row` is one of lane / 4 more than a multiple of 8.
-__device__ __forceinline__ uint32_t* swizzled_pair(BFloat16* rows, int row, int piece) {
-  // a matrix begins at a multiple of kSwizzleBytes
-  const uint32_t first = row * kSwizzledRowBytes + warp_lane() / 4 * kPieceBytes + warp_lane() % 4 * sizeof(uint32_t);
-  return reinterpret_cast<uint32_t*>(reinterpret_cast<unsigned char*>(rows) + (first ^ piece * kPieceBytes));
 }
 
 __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks)

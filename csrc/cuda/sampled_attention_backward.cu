@@ -3,6 +3,7 @@
 // buckets_mma.h. Of values it is sampled attention from queries to keys.
 #include "buckets_any.h"
 #include "buckets_mma.h"
+#include "buckets_wgmma.h"
 #include "rows.h"
 #include "sampled_attention.h"
 #include "sampled_attention_pairs.h"
@@ -16,11 +17,10 @@ constexpr int64_t kLargeShare = 3;
 // How blocks have rows that are not for tensor cores: as many of a multiprocessor.
 template <class In>
 struct AnyPlan {
-  static constexpr int kBlocks = sizeof(In) == sizeof(float) ? 2 : 1;
+  static constexpr int kBlocks = sizeof(In) == sizeof(float) ? 2 : 1, kMostCodes = kMostItemCodes;
 };
-// How many items every block has to do at least, so that all end at much the same time, where there are so many codes;
-// and the codes of an item at most.
-constexpr int64_t kItemsOfBlock = 16, kMostCodes = Item<BFloat16>::kMostCodes;
+// How many items every block has to do at least, so that all end at much the same time, where there are so many codes.
+constexpr int64_t kItemsOfBlock = 16;
 
 // Fills in the inverse lengths of a side's rows, and clears `count` counters.
 template <class In, bool aligned>
@@ -92,7 +92,7 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
   const int64_t lists = std::min(lists_at_once<In>(device, N + M, D), (int64_t{1} << 30) / table_size);
   const int64_t most_hashes = even_share(m, lists), most_heads = even_share(heads_sorted, lists / m);
   const int64_t item_codes = std::clamp<int64_t>(most_heads * most_hashes * table_size / (kItemsOfBlock * resident), 1,
-                                                 std::min(table_size, kMostCodes));
+                                                 std::min<int64_t>(table_size, Plan::kMostCodes));
 
   const SideMemory<In> query_memory(query, heads_sorted, most_heads, most_hashes);
   const SideMemory<In> key_memory(key, heads_sorted, most_heads, most_hashes);
@@ -125,7 +125,10 @@ void sampled_backward(const Device& device, const Tensor& grad, const Tensor& qu
         const Sizes sizes = sizes_of(first, first_hash);
         const int64_t heads_now = std::min(most_heads, heads - first);
         const int64_t items = heads_now * sizes.hashes * sizes.items();
-        if constexpr (kIsForTensorCores<In>) {
+        if constexpr (std::is_same_v<Plan, WarpgroupPlan>) {
+          launch(device, multiply_buckets_by_warpgroups_kernel, std::min(items, resident), Plan::kThreads,
+                 sizeof(WarpgroupMemory), queries, keys, sizes, items, counter++);
+        } else if constexpr (kIsForTensorCores<In>) {
           launch(device, multiply_buckets_mma_kernel<In, Plan>, std::min(items, resident), Plan::kThreads,
                  sizeof(MmaMemory<In, Plan>), queries, keys, sizes, items, counter++);
         } else {
@@ -167,6 +170,9 @@ void dispatch_plan(const Device& device, int64_t rows, int64_t table_size, int64
     }
     f(Small{});
   };
+  if constexpr (std::is_same_v<In, BFloat16>)
+    if (device.has_wgmma() && columns <= kWgmmaColumns && rows > WarpgroupPlan::kFewestRows * table_size)
+      return f(WarpgroupPlan{});
   if constexpr (!kIsForTensorCores<In>)
     f(AnyPlan<In>{});
   else if (columns <= 64)

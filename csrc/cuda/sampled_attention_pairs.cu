@@ -93,12 +93,10 @@ void backward_by_pairs(const Device& device, const Tensor& grad, const Tensor& q
 
 int64_t planes_of(int64_t num_hash, int64_t hash_code_len) { return divide_up(num_hash, kWordBits) * hash_code_len; }
 
-// With few queries, the other kernel rounds less, and with more hash functions than bfloat16 can count.
-bool goes_by_warpgroups(const Device& device, const Tensor& query, const Tensor& value, int64_t num_hash,
-                        int64_t hash_code_len) {
+// With few queries, the other kernel rounds less.
+bool goes_by_warpgroups(const Device& device, const Tensor& query, const Tensor& value, int64_t planes) {
   return std::max(query.size(3), value.size(3)) <= kWgmmaColumns && query.size(2) > kFewOthers &&
-         num_hash <= WgmmaPlace::kMostHashes && planes_of(num_hash, hash_code_len) <= WgmmaPlace::kMostPlanes &&
-         device.has_wgmma();
+         planes <= WgmmaPlace::kMostPlanes && device.has_wgmma();
 }
 
 }  // namespace
@@ -111,12 +109,11 @@ bool goes_by_pairs(const Device& device, const Tensor& query, const Tensor& key,
                   "YOSO_CUDA_BACKWARD must be pairs or buckets, got ", setting);
   const int64_t planes = planes_of(num_hash, hash_code_len);
   if (query.scalar_type() != ScalarType::BFloat16 || std::max(query.size(3), value.size(3)) > kMaxMmaColumns ||
-      planes > CollidingPairs::kMostPlanes)
+      num_hash > CollidingPairs::kMostHashes || planes > CollidingPairs::kMostPlanes)
     return false;
   if (setting != nullptr) return way == "pairs";
   const double N = query.size(2), M = key.size(2);
-  const bool by_warpgroups = goes_by_warpgroups(device, query, value, num_hash, hash_code_len);
-  const double bucket_cost = by_warpgroups ? kBucketCostOfWarpgroups : kBucketCost;
+  const double bucket_cost = goes_by_warpgroups(device, query, value, planes) ? kBucketCostOfWarpgroups : kBucketCost;
   return N * M * (kPairCost + static_cast<double>(planes)) <= bucket_cost * (N + M) * num_hash;
 }
 
@@ -129,7 +126,7 @@ void sampled_attention_backward_by_pairs(const Device& device, const Tensor& gra
   const Tensor grads = tile_rows(grad, widest), queries = tile_rows(query, widest);
   const Tensor keys = tile_rows(key, widest), values = tile_rows(value, widest);
   TileOutput query_output(grad_query, queries), key_output(grad_key, keys), value_output(grad_value, values);
-  const bool by_warpgroups = goes_by_warpgroups(device, query, value, query_codes.size(2), hash_code_len);
+  const bool by_warpgroups = goes_by_warpgroups(device, query, value, planes_of(query_codes.size(2), hash_code_len));
   const auto backward = by_warpgroups     ? backward_by_pairs<ByWarpgroups>
                         : widest <= kTile ? backward_by_pairs<ByWarps<kTile>>
                                           : backward_by_pairs<ByWarps<kMaxMmaColumns>>;

@@ -7,8 +7,8 @@
 
 namespace yoso {
 
-// Whether the backward goes by pairs, which it can for bfloat16 rows of up to 128 columns and 32 bits of 32 codes.
-// Where this is not to choose, YOSO_CUDA_BACKWARD says "pairs" or "buckets".
+// Whether the backward goes by pairs, which it can for bfloat16 rows of up to 128 columns, 32 bits of 32 codes and 256
+// hash functions. Where this is not to choose, YOSO_CUDA_BACKWARD says "pairs" or "buckets".
 bool goes_by_pairs(const Device& device, const Tensor& query, const Tensor& key, const Tensor& value, int64_t num_hash,
                    int64_t hash_code_len);
 

@@ -30,17 +30,30 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kStride = uint64_t{kSwizzleBytes / 16} << 32, kLeading = 1 << 16;
   return kSwizzle128 | kStride | kLeading | address / 16;
 }
+__device__ __forceinline__ uint64_t descriptor_of(const BFloat16* matrix) {
+  return matrix_descriptor(static_cast<uint32_t>(__cvta_generic_to_shared(matrix)));
+}
 // How far a descriptor goes on for the next kWgmmaDepth columns, and rows.
 constexpr uint64_t kNextColumns = kWgmmaDepth * sizeof(uint16_t) / 16, kNextRows = kWgmmaDepth * kSwizzledRowBytes / 16;
+
+// The pair of columns that a lane has of a row, of every 8; `row` is one of lane / 4 more than a multiple of 8.
+__device__ __forceinline__ uint32_t* swizzled_pair(BFloat16* rows, int row, int piece) {
+  // a matrix begins at a multiple of kSwizzleBytes
+  const uint32_t first = row * kSwizzledRowBytes + warp_lane() / 4 * kPieceBytes + warp_lane() % 4 * sizeof(uint32_t);
+  return reinterpret_cast<uint32_t*>(reinterpret_cast<unsigned char*>(rows) + (first ^ piece * kPieceBytes));
+}
 
 using WgmmaSums = float[kWgmmaColumns / 8][4];
 
 #if YOSO_HAS_WGMMA
 // Before the first product, and after registers that products take have been written by others.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// What began since the last of these can be waited for.
+// What began since the last of these is a group, and all groups but the newest can be waited for.
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <int newest = 0>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(newest) : "memory");
+}
 // Keeps the compiler from using sums before, or changing them after, this.
 __device__ __forceinline__ void keep(WgmmaSums& sums) {
 #pragma unroll

@@ -4,6 +4,7 @@
 // race.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -81,7 +82,9 @@ struct Groups {
   std::vector<T> open;
   std::vector<std::vector<T>> committed;
 
-  bool empty() const { return open.empty() && committed.empty(); }
+  bool empty() const {
+    return open.empty() && std::ranges::all_of(committed, [](const auto& group) { return group.empty(); });
+  }
   void commit() { committed.push_back(std::exchange(open, {})); }
   // Calls f for what is in all groups but the newest, which then has ended.
   template <class F>
