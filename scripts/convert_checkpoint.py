@@ -6,7 +6,8 @@
 
     # then further pretraining at the new length, which gets used to it and to the noise of samples
     python scripts/run_mlm.py --model_name_or_path runs/roberta-4096 --train_file 'documents/*.jsonl' \\
-        --block_size 4096 --do_train --do_eval --max_steps 1000 --learning_rate 5e-5 --output_dir runs/continued
+        --block_size 4096 --do_train --do_eval --max_steps 1000 --learning_rate 5e-5 \\
+        --output_dir runs/roberta-4096-continued
 
     # a checkpoint of YOSO's authors (mlpen/YOSO), with their config.json beside it or one directory up
     python scripts/convert_checkpoint.py --model_name_or_path models/yoso-v1-32-small/model/cp-0249.model \\

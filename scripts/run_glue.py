@@ -4,10 +4,10 @@
     python scripts/run_glue.py configs/glue.yaml --task_name mrpc \\
         --model_name_or_path uw-madison/yoso-4096 --output_dir runs/mrpc
 
-    # the same task from local files, with predictions for a test set in runs/mrpc/MRPC.tsv
+    # the same task from local files, with predictions for a test set in runs/mrpc-files/MRPC.tsv
     python scripts/run_glue.py configs/glue.yaml --task_name mrpc --do_predict \\
         --train_file train.jsonl --validation_file validation.jsonl --test_file test.jsonl \\
-        --model_name_or_path uw-madison/yoso-4096 --output_dir runs/mrpc
+        --model_name_or_path uw-madison/yoso-4096 --output_dir runs/mrpc-files
 
     # other data: a column `label` (floats: a regression) and one or two columns of text; where there are others as
     # well (names, paths, dates), --sentence1_column text

@@ -12,7 +12,8 @@
     # continued pretraining on your own documents, with sampled attention instead of the exact kernel
     python scripts/run_mlm.py --model_name_or_path uw-madison/yoso-4096 \\
         --config_overrides use_expectation=false,num_hash=32 --train_file 'documents/*.jsonl' --do_train --do_eval \\
-        --gradient_checkpointing --max_steps 1000 --learning_rate 3e-5 --output_dir runs/continued
+        --gradient_checkpointing --max_steps 1000 --learning_rate 3e-5 \\
+        --output_dir runs/yoso-4096-continued
 
     # a corpus too large to keep: read and packed while training
     python scripts/run_mlm.py configs/base-512.yaml --streaming --dataset_name HuggingFaceFW/fineweb \\
@@ -50,7 +51,6 @@ from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForMaskedLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -81,6 +81,7 @@ from yoso_hf.training import (
     longest_input,
     override_config,
     parse_arguments,
+    read_tokenizer,
     set_attention,
     write_run,
 )
@@ -233,8 +234,8 @@ def make_config(args: MLMArguments, tokenizer: PreTrainedTokenizerBase | None) -
     return override_config(config, args.config_overrides)
 
 
-def read_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+def load_fast_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+    tokenizer = read_tokenizer(name_or_path)
     if not tokenizer.is_fast or tokenizer.mask_token is None:
         raise ValueError(f"the tokenizer {name_or_path} must be a fast one with a mask token")
     return tokenizer
@@ -366,9 +367,9 @@ def run(args: MLMArguments, training_args: TrainingArguments) -> None:
 
     tokenizer = None
     if not args.train_tokenizer:
-        tokenizer = read_tokenizer(args.tokenizer_name or args.model_name_or_path)
+        tokenizer = load_fast_tokenizer(args.tokenizer_name or args.model_name_or_path)
     elif checkpoint:
-        tokenizer = read_tokenizer(checkpoint)
+        tokenizer = load_fast_tokenizer(checkpoint)
     config = make_config(args, tokenizer)
     weights = finished_weights(checkpoint, finished, training_args) if finished else args.model_name_or_path
     if weights:

@@ -889,12 +889,7 @@ def test_the_recipe_is_read_and_overridden(run_glue):
         [run_glue.GlueArguments, run_glue.TrainingArguments],
         [
             str(ROOT / "configs" / "glue.yaml"),
-            "--model_name_or_path",
-            "m",
-            "--seed",
-            "7",
-            "--do_eval",
-            "false",
+            *("--model_name_or_path", "m", "--output_dir", "runs", "--seed", "7", "--do_eval", "false"),
         ],
     )
     assert training_args.learning_rate == 3e-5

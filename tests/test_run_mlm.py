@@ -28,7 +28,7 @@ from transformers import (
 from yoso_hf import YosoForMaskedLM
 from yoso_hf.data import train_tokenizer
 from yoso_hf.mlm import Masking
-from yoso_hf.training import claimed, parse_arguments
+from yoso_hf.training import MODEL_FILES, claimed, parse_arguments
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "run_mlm.py"
@@ -250,6 +250,9 @@ def test_finished_run_is_not_trained_again(run_mlm, finished, corpus, tmp_path):
     torch.testing.assert_close(weights(run), weights(finished), rtol=0, atol=0)
     for name in ("train_loss", "train_runtime", "eval_loss", "num_input_tokens_seen"):
         assert results(run)[name] == results(finished)[name]
+    # what was trained from it goes on being the same run
+    for path in (path for pattern in MODEL_FILES for path in finished.glob(pattern)):
+        assert (run / path.name).read_bytes() == path.read_bytes()
 
 
 def test_finished_run_keeps_its_best_model(run_mlm, corpus, tmp_path):

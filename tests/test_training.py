@@ -51,7 +51,7 @@ def test_the_command_line_overrides_the_file(tmp_path):
     recipe.write_text(
         "learning_rate: 3e-5\nwarmup_steps: 0.1\nbf16: false\ndo_train: true\nhub_token: null\n"
         "lr_scheduler_kwargs: {num_cycles: 2, min_lr: 1e-6}\nlabel_names: [labels, more]\nseed: 1\nsave_strategy: no\n"
-        "logging_first_step: yes\nweight_decay: .5\nmax_grad_norm: 2E3\n"
+        f"logging_first_step: yes\nweight_decay: .5\nmax_grad_norm: 2E3\noutput_dir: {tmp_path}\n"
     )
     (args,) = parse_arguments([TrainingArguments], [str(recipe), "--seed", "5", "--do_train", "false"])
     assert (args.learning_rate, args.warmup_steps, args.bf16) == (3e-5, 0.1, False)
@@ -78,6 +78,23 @@ def test_a_wrong_file_is_refused(tmp_path, text, message):
         recipe.write_text(text)
     with pytest.raises(ValueError, match=message):
         parse_arguments([TrainingArguments], [str(recipe)])
+
+
+def test_a_name_close_to_a_known_one_is_suggested(tmp_path):
+    with pytest.raises(ValueError, match="no argument --learning_rte 3; did you mean --learning_rate\\?$"):
+        parse_arguments([TrainingArguments], [f"--output_dir={tmp_path}", "--learning_rte", "3"])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("save_step: 5\nqqq: 1\n")
+    with pytest.raises(ValueError, match="no argument --save_step=5 --qqq=1; did you mean --save_steps\\?$"):
+        parse_arguments([TrainingArguments], [str(recipe), f"--output_dir={tmp_path}"])
+
+
+@pytest.mark.parametrize("name", ["output_dir", "output-dir"])
+def test_no_directory_is_chosen_for_the_user(tmp_path, name):
+    (args,) = parse_arguments([TrainingArguments], [f"--{name}", str(tmp_path)])
+    assert args.output_dir == str(tmp_path)
+    with pytest.raises(ValueError, match="--output_dir is missing"):
+        parse_arguments([TrainingArguments], ["--do_train"])
 
 
 @pytest.mark.parametrize(
@@ -127,8 +144,9 @@ def test_overrides_are_typed_and_checked():
     ("overrides", "message"),
     [
         ("num_hash", "must be name=value,name=value, got 'num_hash'"),
-        ("num_hashes=3", "YosoConfig has no 'num_hashes'"),
+        ("num_hashes=3", "YosoConfig has no 'num_hashes'; did you mean num_hash\\?$"),
         ("yoso_num_hash=3", "YosoConfig has no 'yoso_num_hash'"),
+        ("qqq=3", "YosoConfig has no 'qqq'$"),
         ("num_hash=many", "'num_hash' expected int, got str"),
         ("conv_window=4", "conv_window must be None or an odd positive number, got 4"),
     ],
@@ -269,6 +287,10 @@ def test_processes_and_what_is_read_make_another_run(tmp_path, monkeypatch):
         path.write_text(contents[path])
     monkeypatch.setattr(TrainingArguments, "world_size", property(lambda _: 2))
     with pytest.raises(ValueError, match="holds another run: world_size is 1 there and 2 here"):
+        find_checkpoint(folder, describe())
+    # what was typed comes first
+    file.write_text("other")
+    with pytest.raises(ValueError, match="holds another run: world_size is 1 there and 2 here; content of "):
         find_checkpoint(folder, describe())
 
 

@@ -27,7 +27,6 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -47,7 +46,7 @@ from .modeling_yoso import (
     YosoPreTrainedModel,
     tile_positions,
 )
-from .training import MODEL_FILES, write_text
+from .training import MODEL_FILES, read_tokenizer, write_text
 
 
 def _of_yoso_config(settings: dict[str, Any]) -> dict[str, Any]:
@@ -464,7 +463,7 @@ def _token_logits(outputs: Any) -> Tensor:
 
 
 def _read_tokenizer(name_or_path: str | os.PathLike) -> PreTrainedTokenizerBase | None:
-    tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    tokenizer = read_tokenizer(name_or_path)
     # where there are no files, transformers makes up a tokenizer that knows its special tokens alone
     return None if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens) else tokenizer
 

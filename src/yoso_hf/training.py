@@ -1,5 +1,7 @@
 """What the training scripts share: arguments, run directories, and loading a pretrained model."""
 
+import dataclasses
+import difflib
 import gc
 import hashlib
 import json
@@ -70,6 +72,8 @@ _TRAINER_CHOICES = (
     "greater_is_better",
 )
 
+# of a file that a run reads, before its name
+_CONTENT = "content of "
 # of a checkpoint's directory, what decides what is learned from it
 MODEL_FILES = (
     *("config.json", "*.safetensors", "pytorch_model*.bin"),
@@ -88,8 +92,8 @@ def parse_arguments(argument_types: list[type], argv: list[str] | None = None) -
         One instance of each dataclass.
 
     Raises:
-        ValueError: the file is missing or no mapping, an argument is unknown, one of Trainer's is out of range, or
-            Trainer does not know the other processes.
+        ValueError: the file is missing or no mapping, an argument is unknown, one of Trainer's is out of range or
+            --output_dir missing, or Trainer does not know the other processes.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = HfArgumentParser(
@@ -97,11 +101,26 @@ def parse_arguments(argument_types: list[type], argv: list[str] | None = None) -
     )
     if argv and not argv[0].startswith("-"):
         argv = _yaml_arguments(argv[0]) + argv[1:]
-    parsed = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
+    *parsed, left = parser.parse_args_into_dataclasses(
+        args=argv, look_for_args_file=False, return_remaining_strings=True
+    )
+    if left:
+        known = [f"--{field.name}" for arguments in argument_types for field in dataclasses.fields(arguments)]
+        guesses = [_similar_name(item.partition("=")[0], known) for item in left if item.startswith("--")]
+        raise ValueError(f"there is no argument {' '.join(left)}{''.join(guesses)}")
     for args in parsed:
         if isinstance(args, TrainingArguments):
+            # Trainer would choose one, which the next command would find to be another run's
+            if not any(item.replace("-", "_").startswith("__output_dir") for item in argv):
+                raise ValueError("--output_dir is missing: where the run is written, and resumed from")
             _check_trainer_arguments(args)
-    return parsed
+    return tuple(parsed)
+
+
+def _similar_name(name: str, known: Iterable[str]) -> str:
+    """Words for the end of a message: which known name may be meant, if any."""
+    similar = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 def _check_trainer_arguments(args: TrainingArguments) -> None:
@@ -180,7 +199,7 @@ def describe_run(training_args: TrainingArguments, inputs: Iterable[str | None],
         **choices,
         **{name: trainer_arguments[name] for name in _TRAINER_CHOICES},
         "world_size": training_args.world_size,
-        **{f"content of {file}": _digest(file) for path in inputs if path for file in _files_of(Path(path))},
+        **{f"{_CONTENT}{file}": _digest(file) for path in inputs if path for file in _files_of(Path(path))},
     }
 
 
@@ -273,9 +292,10 @@ def find_checkpoint(output_dir: str | os.PathLike, description: dict[str, Any]) 
     if results.exists():
         # Trainer adds to it
         _read_json(results, "delete it, and repeat the command to have it written again")
+    # what was typed before what was read
     differences = [
         f"{name} is {other.get(name)!r} there and {description.get(name)!r} here"
-        for name in sorted(description.keys() | other.keys())
+        for name in sorted(description.keys() | other.keys(), key=lambda name: (name.startswith(_CONTENT), name))
         if description.get(name) != other.get(name)
     ]
     # a run that has saved nothing, such as one with a wrong argument, has nothing to lose
@@ -416,7 +436,9 @@ def override_config(config: PreTrainedConfig, overrides: str | None) -> PreTrain
         # a YOSO model has names of its own for them
         is_setting = name in SETTINGS and config.model_type != "yoso"
         if not hasattr(config, name) and not is_setting:
-            raise ValueError(f"--config_overrides: {type(config).__name__} has no {name!r}")
+            raise ValueError(
+                f"--config_overrides: {type(config).__name__} has no {name!r}{_similar_name(name, config.to_dict())}"
+            )
         try:
             # YAML, too, takes 1e-5 for text
             values[name] = json.loads(value) if isinstance(value, str) else value
@@ -426,6 +448,22 @@ def override_config(config: PreTrainedConfig, overrides: str | None) -> PreTrain
         return type(config).from_dict(config.to_dict() | values)
     except StrictDataclassError as error:
         raise ValueError(f"--config_overrides {overrides}: {error}") from error
+
+
+def read_tokenizer(name_or_path: str | os.PathLike) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that is saved as it was, wherever it was read from.
+
+    Args:
+        name_or_path: hub name or directory of the tokenizer.
+
+    Returns:
+        The tokenizer.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    # transformers saves with it where it was read from: the model of a finished run would change when that is repeated
+    for name in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(name, None)
+    return tokenizer
 
 
 def load_tokenizer(name_or_path: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
@@ -441,7 +479,7 @@ def load_tokenizer(name_or_path: str, config: PreTrainedConfig) -> PreTrainedTok
     Raises:
         ValueError: the tokenizer has more tokens than the model, or none for padding.
     """
-    tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    tokenizer = read_tokenizer(name_or_path)
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"the tokenizer {name_or_path} has {len(tokenizer)} tokens, "
