@@ -492,6 +492,7 @@ def test_expectation_at_16384_stays_under_a_gigabyte(path):
             {"query": torch.zeros(3, 20, 16)},
             r"query must have shape \[B, H, rows, columns\], got \[3, 20, 16\]",
         ),
+        ({"query": [[0.0]]}, "query must be a tensor, got list"),
         (
             {"query": torch.zeros(2, 3, 20, 16, dtype=torch.long)},
             "query must be floating point, got torch.int64",

@@ -398,6 +398,9 @@ def test_what_yoso_cannot_compute_is_refused():
     pairs = torch.ones(3, 1, 21, 21, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"attention_mask of shape \[B, N\].*got \[3, 1, 21, 21\]"):
         build("bert", "yoso")(tokens(), attention_mask=pairs)
+    for shape, named in (((3, 20), r" = \[3, 21\], got \[3, 20\]"), ((21,), r", got \[21\]")):
+        with pytest.raises(ValueError, match=r"attention_mask must have shape \[B, N\]" + named):
+            build("bert", "yoso")(tokens(), attention_mask=torch.ones(shape))
     # a bias of keys is no mask
     for bias in (torch.zeros(3, 1, 1, 21, requires_grad=True), torch.linspace(0, 1, 21).expand(3, 1, 1, 21)):
         with pytest.raises(ValueError, match="needs a floating-point attention_mask of 0 for real tokens"):

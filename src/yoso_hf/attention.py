@@ -415,6 +415,8 @@ def _check_similarity(similarity: str) -> None:
 def _check(query, key, value, key_mask, normalization, backward, expectation, similarity, local_window, scale) -> None:
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape [B, H, rows, columns], got {_shape(tensor)}")
         if not tensor.is_floating_point():

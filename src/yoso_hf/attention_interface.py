@@ -165,11 +165,12 @@ def _refuse(names: tuple[str, ...], module: nn.Module, kwargs: dict) -> None:
             raise ValueError(f'attn_implementation="yoso" cannot use the {name} of {type(module).__name__}')
 
 
-def key_mask_of(attention_mask: Tensor | None, batch_size: int) -> Tensor | None:
+def key_mask_of(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
     """The mask of keys, bool [B, N], in an attention mask [B or 1, 1, 1, N], bool or added to softmax's logarithms.
 
     Raises:
-        ValueError: a mask that differs by query or head, or that adds something to the weights of real tokens.
+        ValueError: a mask that differs by query or head, is of another size, or adds something to the weights of real
+            tokens.
     """
     if attention_mask is None:
         return None
@@ -180,7 +181,11 @@ def key_mask_of(attention_mask: Tensor | None, batch_size: int) -> Tensor | None
         )
     key_mask = attention_mask.squeeze((1, 2))
     if key_mask.shape[0] == 1:
-        key_mask = key_mask.expand(batch_size, -1)
+        key_mask = key_mask.expand(key.shape[0], -1)
+    if key_mask.shape != (key.shape[0], key.shape[2]):
+        raise ValueError(
+            f"attention_mask must have shape [B, N] = {[key.shape[0], key.shape[2]]}, got {list(key_mask.shape)}"
+        )
     if not key_mask.is_floating_point():
         return key_mask
     # some models make their masks by themselves, to be added to softmax's weights (LayoutLM)
@@ -239,7 +244,7 @@ def _attention(module, query, key, value, attention_mask, exact, **kwargs) -> tu
     _refuse(UNSUPPORTED, module, kwargs)
     # not of a layer that keeps its softmax: a decoder may have more of them than the settings are for
     settings = attention_settings(module, exact)
-    key_mask, scale = key_mask_of(attention_mask, query.shape[0]), kwargs.get("scaling")
+    key_mask, scale = key_mask_of(attention_mask, key), kwargs.get("scaling")
     weights = None
     if kwargs.get("output_attentions"):
         if settings["use_expectation"] is not True:
@@ -308,6 +313,8 @@ def make_mask(*, attention_mask: Tensor | None, mask_function, **kwargs) -> Tens
     """The mask that a layer's attention gets: bool [B, 1, 1, N], or sdpa's for a layer that is left to sdpa."""
     # without a skip the model goes on with the mask, to join it with another (T5Gemma 2)
     if mask_function is bidirectional_mask_function and kwargs.get("allow_is_bidirectional_skip"):
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(f"attention_mask must have shape [B, N], got {list(attention_mask.shape)}")
         return None if attention_mask is None else attention_mask[:, None, None, :]
     # not every decoder's layer says that it is causal, which sdpa relies on without a mask (NLLB-MoE)
     kwargs["allow_is_causal_skip"] = False

@@ -68,7 +68,7 @@ class _Errors:
                 'nothing to fit: with yoso_similarity "softmax", hash_code_len does not change what the attention '
                 'comes close to; set yoso_similarity="cosine" to fit'
             )
-        key_mask = key_mask_of(attention_mask, query.shape[0])
+        key_mask = key_mask_of(attention_mask, key)
         real = 1 if key_mask is None else key_mask[:, :, None, None]
         self._add(self.squares, layer, (out * real).square().sum((0, 1, 3)))
         # of "auto" the samples, which are the harder to bring close
