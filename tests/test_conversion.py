@@ -963,13 +963,11 @@ def test_guide(commands):
     converted, continued = (commands / "runs" / name for name in ("roberta-4096", "roberta-4096-continued"))
     results = json.loads((continued / "all_results.json").read_text())
     assert results["train_tokens_per_second"] > 0 and results["eval_loss"] > 0
-    before, after = (
-        load(commands / "runs" / name).state_dict() for name in ("roberta-4096", "roberta-4096-continued")
-    )
+    before, after = (load(folder).state_dict() for folder in (converted, continued))
     changed = (before[YOSO_TABLE] != after[YOSO_TABLE]).any(dim=1)
     assert before.keys() == after.keys()
     assert not changed[:2].any() and changed[2 + POSITIONS :].all()
-    assert AutoTokenizer.from_pretrained(commands / "runs" / "roberta-4096-continued").model_max_length == 64
+    assert AutoTokenizer.from_pretrained(continued).model_max_length == 64
     config = load(commands / "runs" / "yoso-small").config
     assert (config.num_hash, config.pad_token_id, config.eos_token_id) == (8, 1, 2)
     assert len(AutoTokenizer.from_pretrained(commands / "runs" / "yoso-small")) <= 300
