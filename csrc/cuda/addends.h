@@ -43,9 +43,7 @@ struct AddendRows {
         for (int piece = 0; piece < 2 * pairs; ++piece) {
           own[piece] = pair(half, piece);
           const float2 x = unpack<In>(own[piece]);
-          // in two steps, each an instruction
-          parallel += sum(piece)[0] * x.x;
-          parallel += sum(piece)[1] * x.y;
+          parallel += sum(piece)[0] * x.x + sum(piece)[1] * x.y;
         }
         parallel += __shfl_xor_sync(kAllLanes, parallel, 1);
         parallel += __shfl_xor_sync(kAllLanes, parallel, 2);
