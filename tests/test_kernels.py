@@ -189,6 +189,21 @@ def test_hash_kernels_give_the_codes_of_float64(shape, dtype):
         assert (got != expected).sum() <= 1 + 1e-4 * got.numel()
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("columns", [64, 40, 33])
+def test_a_row_has_the_same_codes_wherever_it_lies(columns, dtype):
+    """As queries and keys, of which there may be more or fewer, meet by equal codes."""
+    inputs = Inputs("random", (2, 3, 5, 201, columns, 8, 33, 9), dtype)
+    key = inputs.key.to(dtype)
+    # rows at odd places
+    apart = torch.zeros(*key.shape[:3], columns + 3, dtype=dtype)[..., 3:].copy_(key)
+    for functions in inputs.functions:
+        codes = functions.codes(key)
+        assert torch.equal(functions.codes(apart), codes)
+        for row in (0, 63, 64, 200):
+            assert torch.equal(functions.codes(key[:1, :, row : row + 1]), codes[:1, :, :, row : row + 1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SPREAD)
 def test_kernels_are_as_accurate_as_pytorch(shape, dtype, way):

@@ -2,50 +2,16 @@
 //
 // A code takes a projection's bit from the sign bit of its negative, which is set for positive projections: scales and
 // directions are negated in shared memory, and sums that begin at +0 never become -0, so that zero gives 0.
-#include <type_traits>
-
+#include "hash.h"
+#include "hash_wgmma.h"
 #include "mma.h"
-#include "rows.h"
 
 namespace yoso {
 namespace {
 
 constexpr int kThreads = 128;
-// hash functions whose codes are found together
-constexpr int kFunctions = 32;
 // the largest transform
 constexpr int kMaxSize = 1024;
-
-struct Problem {
-  int64_t B, H, N, D, num_hash;
-  // of the rows
-  ScalarType dtype;
-  int hash_code_len;
-  // [B, N] or null
-  const bool* mask;
-  const float* parameters;
-  // length of the transforms that parameters are for
-  int64_t size;
-  // whether 16 bytes of a row can be loaded at a time
-  bool vectors;
-  // int16 or, where wide, int32
-  void* codes;
-  bool wide;
-
-  // -1 for a masked row, else 0
-  __device__ int32_t masked(int64_t batch, int64_t row) const {
-    return mask == nullptr || mask[batch * N + row] ? 0 : -1;
-  }
-  // Calls f with where to store the row's code by a function; the next function's is N further.
-  template <class F>
-  __device__ __forceinline__ void store(int64_t batch, int64_t head, int64_t function, int64_t row, const F& f) const {
-    const int64_t place = ((batch * H + head) * num_hash + function) * N + row;
-    if (wide)
-      f(static_cast<int32_t*>(codes) + place);
-    else
-      f(static_cast<int16_t*>(codes) + place);
-  }
-};
 
 // How blocks share out the work: each has a head's tile of rows and a group of hash functions. Heads, whose rows lie
 // together in memory, come before tiles.
@@ -60,9 +26,6 @@ struct Grid {
     return {row_tile / tiles, blockIdx.x / groups % heads, row_tile % tiles, blockIdx.x % groups};
   }
 };
-
-// Rows of the problem's dtype: transforms, of some thousand instructions, are not compiled for each.
-using AnyRows = Rows<const unsigned char>;
 
 // Runs a kernel for tiles of `rows` rows and groups of `functions` hash functions.
 inline void launch_grid(const Device& device, void (*kernel)(AnyRows, Problem, Grid), int64_t rows, int64_t functions,
@@ -81,15 +44,6 @@ struct alignas(16) Four {
 template <class T>
 __device__ __forceinline__ Four<T> four(const T* from) {
   return *reinterpret_cast<const Four<T>*>(from);
-}
-
-// Appends a sign bit.
-template <class T>
-__device__ __forceinline__ void push_sign(uint32_t& code, T x) {
-  std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t> bits;
-  memcpy(&bits, &x, sizeof(bits));
-  // one shift of both words, where bits has 32 of them
-  code = code << 1 | static_cast<uint32_t>(bits >> (8 * sizeof(T) - 1));
 }
 
 // The elements from `first` on of a row of `columns`, zero past its end.
@@ -126,20 +80,6 @@ __device__ __forceinline__ void load_part(const Problem& problem, const unsigned
     load_as(float{});
 }
 
-// The Walsh-Hadamard transform of a thread's R elements.
-template <int R, class T>
-__device__ __forceinline__ void butterfly(T* x) {
-#pragma unroll
-  for (int h = 1; h < R; h *= 2)
-#pragma unroll
-    for (int i = 0; i < R; ++i)
-      if ((i & h) == 0) {
-        const T sum = x[i] + x[i + h];
-        x[i + h] = x[i] - x[i + h];
-        x[i] = sum;
-      }
-}
-
 // The transform across neighbouring lanes, for each of their R elements.
 template <int lanes, int R, class T>
 __device__ __forceinline__ void butterfly_lanes(T* x, int lane) {
@@ -150,10 +90,6 @@ __device__ __forceinline__ void butterfly_lanes(T* x, int lane) {
     for (int i = 0; i < R; ++i) x[i] = sign * x[i] + __shfl_xor_sync(kAllLanes, x[i], h);
   }
 }
-
-__device__ __forceinline__ int at_most(int64_t x, int64_t limit) { return static_cast<int>(x < limit ? x : limit); }
-
-__device__ __forceinline__ bool odd(int x) { return __popc(x) % 2 != 0; }
 
 // `lanes` neighbouring threads have a row of lanes * E elements: element e of a lane is number lane * E + e. A block
 // has kThreads / lanes rows of a head, and of every bit's transforms the one for hash functions group * size onwards.
@@ -364,10 +300,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
 // The same for 16-bit rows that can be loaded 16 bytes at a time, on tensor cores: a warp multiplies 32 rows with the
 // directions of 32 hash functions, a bit at a time. A direction is the sum of three terms in the rows' type, which
 // between them have all bits of a float32: what is added is exact.
-constexpr int kTerms = 3, kMaxMmaColumns = 256;
+constexpr int kTerms = 3, kMaxProductColumns = 256;
 constexpr int kWarpRows = 32, kRowTiles = kWarpRows / 16, kFunctionTiles = kFunctions / 8;
 // elements between rows in shared memory: 16 bytes more than they take, against bank conflicts
-constexpr int kPiece = 8, kTermStride = kColumns + kPiece;
+constexpr int kTermStride = kColumns + kPiece;
 
 __host__ __device__ constexpr int64_t tile_stride(int64_t D) {
   return (D + kColumns - 1) / kColumns * kColumns + kPiece;
@@ -473,7 +409,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 template <class In>
 void launch_gaussian(const Device& device, const AnyRows& rows, const Problem& problem) {
   if constexpr (sizeof(In) == 2)
-    if (problem.vectors && problem.D <= kMaxMmaColumns)
+    if (problem.vectors && problem.D <= kMaxProductColumns)
       return launch_grid(device, hash_gaussian_mma_kernel<In>, kTileRows, kFunctions, gaussian_mma_bytes<In>(problem.D),
                          rows, problem);
   using T = Accumulator<In>;
@@ -520,6 +456,10 @@ Tensor hash_cuda(const Tensor& input, const Tensor& parameters, const std::optio
     constexpr int64_t bytes = sizeof(In);
     const AnyRows rows = {static_cast<const unsigned char*>(x.const_data_ptr()), x.stride(0) * bytes,
                           x.stride(1) * bytes, x.stride(2) * bytes};
+    // whatever the number of rows: those of queries and keys are to have the same codes
+    if constexpr (std::is_same_v<In, BFloat16>)
+      if (use_hadamard && size == kWgmmaColumns && hash_code_len <= kMostProductBits && device.has_wgmma())
+        return launch_hash_products(device, x, problem);
     if (use_hadamard)
       launch_hadamard<Accumulator<In>, kFunctions>(device, rows, problem);
     else

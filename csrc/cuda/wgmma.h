@@ -33,8 +33,9 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
 __device__ __forceinline__ uint64_t descriptor_of(const BFloat16* matrix) {
   return matrix_descriptor(static_cast<uint32_t>(__cvta_generic_to_shared(matrix)));
 }
-// How far a descriptor goes on for the next kWgmmaDepth columns, and rows.
-constexpr uint64_t kNextColumns = kWgmmaDepth * sizeof(uint16_t) / 16, kNextRows = kWgmmaDepth * kSwizzledRowBytes / 16;
+// How far a descriptor goes on for the next kWgmmaDepth columns, for the next row, and for kWgmmaDepth rows.
+constexpr uint64_t kNextColumns = kWgmmaDepth * sizeof(uint16_t) / 16, kNextRow = kSwizzledRowBytes / 16;
+constexpr uint64_t kNextRows = kWgmmaDepth * kNextRow;
 
 // The pair of columns that a lane has of a row, of every 8; `row` is one of lane / 4 more than a multiple of 8.
 __device__ __forceinline__ uint32_t* swizzled_pair(BFloat16* rows, int row, int piece) {
@@ -44,6 +45,9 @@ __device__ __forceinline__ uint32_t* swizzled_pair(BFloat16* rows, int row, int 
 }
 
 using WgmmaSums = float[kWgmmaColumns / 8][4];
+// of more columns, whose number the instructions know too
+constexpr int kWideColumns = 96;
+using WideSums = float[kWideColumns / 8][4];
 
 #if YOSO_HAS_WGMMA
 // Before the first product, and after registers that products take have been written by others.
@@ -55,27 +59,33 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(newest) : "memory");
 }
 // Keeps the compiler from using sums before, or changing them after, this.
-__device__ __forceinline__ void keep(WgmmaSums& sums) {
+template <int n>
+__device__ __forceinline__ void keep(float (&sums)[n][4]) {
 #pragma unroll
-  for (int i = 0; i < kWgmmaColumns / 2; ++i) asm volatile("" : "+f"(sums[i / 4][i % 4])::"memory");
+  for (int i = 0; i < n * 4; ++i) asm volatile("" : "+f"(sums[i / 4][i % 4])::"memory");
 }
 // Shows products what the thread has written to shared memory, once a barrier has come after it.
 __device__ __forceinline__ void show_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Waits for the warpgroup's warps, as the block's number group.
+__device__ __forceinline__ void meet_warpgroup(int group) {
+  asm volatile("bar.sync %0, %1;" : : "r"(1 + group), "n"(kWarpgroup) : "memory");
+}
+
 #define YOSO_SET(x) "=f"(x)
 #define YOSO_CHANGED(x) "+f"(x)
-#define YOSO_SUMS(mode, d)                                                                                     \
-  mode(d[0][0]), mode(d[0][1]), mode(d[0][2]), mode(d[0][3]), mode(d[1][0]), mode(d[1][1]), mode(d[1][2]),     \
-      mode(d[1][3]), mode(d[2][0]), mode(d[2][1]), mode(d[2][2]), mode(d[2][3]), mode(d[3][0]), mode(d[3][1]), \
-      mode(d[3][2]), mode(d[3][3]), mode(d[4][0]), mode(d[4][1]), mode(d[4][2]), mode(d[4][3]), mode(d[5][0]), \
-      mode(d[5][1]), mode(d[5][2]), mode(d[5][3]), mode(d[6][0]), mode(d[6][1]), mode(d[6][2]), mode(d[6][3]), \
-      mode(d[7][0]), mode(d[7][1]), mode(d[7][2]), mode(d[7][3])
-#define YOSO_SUM_NAMES                                                                                              \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-  "%24, %25, %26, %27, %28, %29, %30, %31}"
-#define YOSO_MULTIPLY(add)                    \
-  "{\n.reg .pred add;\nsetp.ne.b32 add, " add \
-  ", 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " YOSO_SUM_NAMES ", "
+#define YOSO_FOUR(mode, d) mode(d[0]), mode(d[1]), mode(d[2]), mode(d[3])
+#define YOSO_SIXTEEN(mode, d, i) \
+  YOSO_FOUR(mode, d[i]), YOSO_FOUR(mode, d[i + 1]), YOSO_FOUR(mode, d[i + 2]), YOSO_FOUR(mode, d[i + 3])
+#define YOSO_SUMS(mode, d) YOSO_SIXTEEN(mode, d, 0), YOSO_SIXTEEN(mode, d, 4)
+#define YOSO_SUM_NAMES                                                                                             \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define YOSO_MORE_SUM_NAMES ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define YOSO_MULTIPLY_COLUMNS(columns, names, add)                                              \
+  "{\n.reg .pred add;\nsetp.ne.b32 add, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" columns \
+  "k16.f32.bf16.bf16 {" names "}, "
+#define YOSO_MULTIPLY(add) YOSO_MULTIPLY_COLUMNS("64", YOSO_SUM_NAMES, add)
 
 // sums = a b, or sums += a b: of the 64 x 16 of a and the 16 x 64 of b that descriptors say. a's rows are rows of its
 // matrix, and b's columns rows of its own; by_rows, it is the other way round.
@@ -96,11 +106,22 @@ __device__ __forceinline__ void add_products(WgmmaSums& sums, const uint32_t (&a
                : YOSO_SUMS(YOSO_CHANGED, sums)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
+// The sums of more columns, += a b, where b's columns are rows of its matrix.
+__device__ __forceinline__ void add_wide_products(WideSums& sums, const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(YOSO_MULTIPLY_COLUMNS("96", YOSO_SUM_NAMES YOSO_MORE_SUM_NAMES,
+                                     "1") "{%48, %49, %50, %51}, %52, add, 1, 1, 0;\n}\n"
+               : YOSO_SUMS(YOSO_CHANGED, sums), YOSO_SIXTEEN(YOSO_CHANGED, sums, 8)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 #undef YOSO_SET
 #undef YOSO_CHANGED
 #undef YOSO_MULTIPLY
-#undef YOSO_SUMS
+#undef YOSO_MULTIPLY_COLUMNS
+#undef YOSO_MORE_SUM_NAMES
 #undef YOSO_SUM_NAMES
+#undef YOSO_SUMS
+#undef YOSO_SIXTEEN
+#undef YOSO_FOUR
 #endif
 
 }  // namespace yoso
