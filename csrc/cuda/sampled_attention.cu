@@ -48,19 +48,25 @@ struct Problem {
   // of first_head and all hash functions onwards
   const Code* query_codes;
   const int32_t *order, *starts;
-  // [heads, hashes, table_size, row_columns]
+  // of the launch's heads and hash functions: [heads, hashes, table_size, columns], or where queries share copies of
+  // some columns [heads, columns / kSharingColumns, hashes, table_size, kSharingColumns], so that these lie together
   Sum<In>* tables;
   // [heads, N, row_columns], the sums of the hash functions before; unused where the tables hold all of these
   Accumulator<In>* sums;
   // [B, H, N], of the output rows that are to have length one; null where these stay as they are
   Accumulator<In>* inverse_length;
-  // from one of a head's values, and from one entry of a table, to the next
-  uint32_t value_bytes, entry_bytes;
+  // from one of a head's values, one entry of a table, one slice of columns and one head's tables to the next
+  uint32_t value_bytes, entry_bytes, slice_bytes, head_bytes;
   // Dv rounded up to what a lane has
   int32_t row_columns;
   int32_t first_head, H, N, M, Dv, num_hash, hash_code_len, first_hash, hashes, crowd;
   // 2^lane_bits lanes, up to a warp, have a slice of a row, of as many slices; rows that get length one have one
   int lane_bits, slices;
+
+  // A column of the first entry of one of the launch's heads.
+  __device__ __forceinline__ Sum<In>* table_column(int32_t head, int32_t column) const {
+    return row_at(row_at(tables, head, head_bytes), column / kSharingColumns, slice_bytes) + column % kSharingColumns;
+  }
 };
 
 template <class T>
@@ -142,7 +148,7 @@ __device__ __forceinline__ void build_entry(const Problem<In, Code>& p, bool exi
   Sum<In> rounded[kLaneColumns];
 #pragma unroll
   for (int c = 0; c < kLaneColumns; ++c) rounded[c] = static_cast<Sum<In>>(sums[c]);
-  store(rounded, row_at(p.tables + column, head * (p.hashes << p.hash_code_len) + entry, p.entry_bytes));
+  store(rounded, row_at(p.table_column(head, column), entry, p.entry_bytes));
 }
 
 // Rows that lanes' columns in shared memory are apart: an odd number, so that one row's lie in different banks.
@@ -190,8 +196,6 @@ __device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32
   };
   const int32_t last_tile = first_of(threadIdx.x / kWarp + 1);
   const int64_t first_list = int64_t{head} * p.num_hash + p.first_hash + first_hash;
-  Sum<In>* tables =
-      row_at(p.tables + first_column + 2 * t, head * p.hashes + first_hash << p.hash_code_len, p.entry_bytes);
 #pragma unroll 1
   for (int32_t tile = first_of(threadIdx.x / kWarp), end_tile; tile < last_tile; tile = end_tile) {
     // those of one table
@@ -204,7 +208,8 @@ __device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32
     const int32_t* order = unknown(p.order + (first_list + table) * p.M);
     // past the last row there is the last again, in no entry
     const auto load = [&](int32_t first) { return __ldg(order + min(first + lane, p.M - 1)); };
-    Sum<In>* to = row_at(tables + column, (table << p.hash_code_len) + first_entry + g, p.entry_bytes);
+    Sum<In>* to = row_at(p.table_column(head, first_column + column) + 2 * t,
+                         (first_hash + table << p.hash_code_len) + first_entry + g, p.entry_bytes);
     int32_t start = *starts;
     // columns 0 to 7, and 8 to 15 if there are any
     const In* values = shared + column * row_stride(p.M);
@@ -348,8 +353,7 @@ __global__ void __launch_bounds__(kRowThreads, 3) read_tables_kernel(Problem<In,
   const bool exists = place.row < p.N && columns > 0;
   const int32_t row = exists ? place.row : 0;
   const Code* codes = p.query_codes + (int64_t{place.head} * p.num_hash + p.first_hash) * p.N + row;
-  const Sum<In>* tables =
-      row_at(p.tables + place.column, place.head * p.hashes << p.hash_code_len, p.entry_bytes);
+  const Sum<In>* tables = p.table_column(place.head, place.column);
   // no entry where there is no such hash function, or the code has no bucket
   const auto entry_of = [&](int32_t hash) {
     const uint32_t code = exists && hash < p.hashes ? static_cast<uint32_t>(codes[int64_t{hash} * p.N]) : ~0u;
@@ -418,7 +422,7 @@ struct SharingPlace {
   }
   template <class Problem>
   __device__ auto* tables(const Problem& p) const {
-    return row_at(p.tables + first_column, head * p.num_hash << p.hash_code_len, p.entry_bytes);
+    return p.table_column(head, first_column);
   }
   // of one of the block's queries
   template <class Problem>
@@ -613,7 +617,6 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   p.Dv = count_of(value.size(3), "columns");
   // without columns there are still inverse lengths
   p.row_columns = static_cast<int32_t>(round_up(std::max(p.Dv, 1), kLaneColumns));
-  p.entry_bytes = static_cast<uint32_t>(p.row_columns * sizeof(Sum<In>));
   p.num_hash = static_cast<int32_t>(num_hash);
   p.hash_code_len = static_cast<int32_t>(hash_code_len);
   p.crowd = static_cast<int32_t>(std::clamp<int64_t>(kCrowdOfMean * (p.M >> hash_code_len), kCrowd, INT32_MAX));
@@ -625,7 +628,9 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
   const int64_t heads_sorted =
       key_order == nullptr ? heads_at_once(all_heads, num_hash, p.M, hash_code_len) : all_heads;
   // tables of all hash functions of some heads, or of some hash functions of one
-  const int64_t table_bytes = table_size * p.entry_bytes, tables = kCaches * device.cached_bytes() / table_bytes;
+  const int64_t slice_bytes = kSharingColumns * sizeof(Sum<In>);
+  const int64_t table_bytes = table_size * sharing_slices(p.row_columns) * slice_bytes;
+  const int64_t tables = kCaches * device.cached_bytes() / table_bytes;
   const int64_t heads_added = std::clamp<int64_t>(tables / num_hash, 1, heads_sorted);
   const int64_t hashes_added = std::clamp<int64_t>(tables, 1, num_hash);
   const Tensor memory =
@@ -675,6 +680,9 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
       for (int64_t first = 0; first < num_hash; first += hashes_added) {
         p.first_hash = static_cast<int32_t>(first);
         p.hashes = static_cast<int32_t>(std::min(hashes_added, num_hash - first));
+        p.head_bytes = static_cast<uint32_t>(p.hashes * table_bytes);
+        p.slice_bytes = static_cast<uint32_t>(sharing ? p.hashes * table_size * slice_bytes : slice_bytes);
+        p.entry_bytes = static_cast<uint32_t>(sharing ? slice_bytes : table_bytes / table_size);
         const auto blocks = [&](uint32_t rows) { return heads * p.slices * blocks_of_head(rows, p.lane_bits); };
         if (build_from_shared) {
           const int64_t at_once = device.num_multiprocessors() / (heads * build_slices);
