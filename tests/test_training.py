@@ -66,6 +66,8 @@ def test_the_command_line_overrides_the_file(tmp_path):
         2e3,
     )
     assert (args.seed, args.do_train, args.hub_token) == (5, False, None)
+    # nothing to copy to without an accelerator
+    assert args.dataloader_pin_memory == torch.accelerator.is_available()
 
 
 @pytest.mark.parametrize(

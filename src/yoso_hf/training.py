@@ -114,6 +114,9 @@ def parse_arguments(argument_types: list[type], argv: list[str] | None = None) -
             if not any(item.replace("-", "_").startswith("__output_dir") for item in argv):
                 raise ValueError("--output_dir is missing: where the run is written, and resumed from")
             _check_trainer_arguments(args)
+            if not torch.accelerator.is_available():
+                # which PyTorch would warn of at every run
+                args.dataloader_pin_memory = False
     return tuple(parsed)
 
 
