@@ -1,6 +1,6 @@
 // The gradient of sampled attention, by buckets: linear in the number of rows whatever the data. A row is in one bucket
 // of each hash function. What it gets from each is an addend (addends.h), by buckets_any.h or, on tensor cores,
-// buckets_mma.h. Of values it is sampled attention from queries to keys.
+// buckets_mma.h and buckets_wgmma.h. Of values it is sampled attention from queries to keys.
 #include "buckets_any.h"
 #include "buckets_mma.h"
 #include "buckets_wgmma.h"

@@ -52,12 +52,9 @@ using WideSums = float[kWideColumns / 8][4];
 #if YOSO_HAS_WGMMA
 // Before the first product, and after registers that products take have been written by others.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// What began since the last of these is a group, and all groups but the newest can be waited for.
+// What began since the last of these can be waited for.
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int newest = 0>
-__device__ __forceinline__ void wait_for_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(newest) : "memory");
-}
+__device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 // Keeps the compiler from using sums before, or changing them after, this.
 template <int n>
 __device__ __forceinline__ void keep(float (&sums)[n][4]) {
