@@ -43,19 +43,20 @@ print(torch._C._dispatch_has_kernel_for_dispatch_key("yoso_hf::unit_rows_backwar
             for mistake in (
                 ("sampled_attention", "sort.h", "    __syncthreads();", ";", "addition after read"),
                 ("sampled_attention", "device.h", "  wait_for_launches_before();", ";", "a race"),
-                (
-                    "sampled_attention",
-                    "sampled_attention.cu",
-                    "begin.first_column + copied_column >= p.row_columns",
-                    "false",
-                    "outside of all tensors",
-                ),
+                ("sampled_attention", "sampled_attention.cu", "if (i < queries) next[i]", "next[i]", "outside of all"),
                 ("sampled_attention_backward", "buckets_mma.h", "been read\n    __syncthreads();", "", "a race"),
                 (
                     "sampled_attention_backward",
                     "buckets_mma.h",
                     "__syncthreads();\n      copy_rows(same",
                     "copy_rows(same",
+                    "a race",
+                ),
+                (
+                    "sampled_attention_backward",
+                    "buckets_wgmma.h",
+                    "if (chunk.is(Chunk::kGets)) __sync",
+                    "//",
                     "a race",
                 ),
                 ("sampled_attention_backward", "pairs_wgmma.h", "    if (place == 0) __syncthreads();", ";", "a race"),
