@@ -456,6 +456,7 @@ __global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(
   const uint32_t shared_address = unknown(static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
   const uint32_t table_bytes = unknown(shared_size * sizeof(Sum<In>)), slots = 2 * at_once - 1;
   const int copied_column = threadIdx.x % kPieces * kPieceColumns;
+  // nobody writes these: what stands there may not be finite
   const bool clear = begin.first_column + copied_column >= p.row_columns;
   // of the next table, what the thread copies first
   const Sum<In>* next_table =
