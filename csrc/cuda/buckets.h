@@ -100,8 +100,10 @@ __device__ Span span_of(const HeadSide<In>& side, int32_t code) {
 // The thread's lane, on which the addresses of all kinds of buckets depend.
 __device__ __forceinline__ uint32_t lane_in_bucket() { return unknown(threadIdx.x % kWarp); }
 
-// Some codes of a hash function of a head.
+// codes of an item at most, but where a block has less memory for them
 constexpr int kMostItemCodes = 128;
+
+// Some codes of a hash function of a head.
 template <class In, int most_codes = kMostItemCodes>
 struct Item {
   HeadSide<In> sides[2];

@@ -1,4 +1,5 @@
-// Hash codes of rows by the signs of random projections.
+// Hash codes of rows by the signs of random projections: by transforms in registers and Gaussian directions here, by
+// directions that stand for transforms in hash_wgmma.h.
 //
 // A code takes a projection's bit from the sign bit of its negative, which is set for positive projections: scales and
 // directions are negated in shared memory, and sums that begin at +0 never become -0, so that zero gives 0.

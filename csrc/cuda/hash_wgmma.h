@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(kWarpgroup) find_directions_kernel(const Probl
     }
 }
 
-// A block has `parts` of the tiles of all rows of a head, and kFunctions of its functions. Its warpgroups go their own
-// ways.
+// A block has one of `parts` parts of the tiles of all rows of a head, and kFunctions of its functions. Its warpgroups
+// go their own ways.
 __global__ void __launch_bounds__(HashProducts::kThreads, 1)
     hash_products_kernel(Rows<const BFloat16> rows, const Problem problem, const BFloat16* directions, int parts) {
   wait_for_launches_before();
