@@ -216,20 +216,22 @@ __device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32
     const uint32_t next_columns =
         unknown(column + kLaneColumns < columns ? row_stride(p.M) * kLaneColumns * sizeof(In) : 0);
     const uint32_t values_address = unknown(static_cast<uint32_t>(__cvta_generic_to_shared(values)));
-    // Where the lane's row of those from a position in the order on is, which waits for the load; were it found where
-    // it is used, it would wait for the load of the next one as well.
+    // Where the lane's row of those from a position in the order on is, which waits for the load, and for all others
+    // that the loop below has begun.
     const auto address_of = [&](int32_t row) { return unknown(values_address + row * (kLaneColumns * sizeof(In))); };
-    int32_t position = __shfl_sync(kAllLanes, start, 0);
-    uint32_t row_address = address_of(load(position));
-    int32_t row_after = load(position + kWarp);
     const int32_t columns_to_store = min(columns, p.Dv - first_column) - column;
-#pragma unroll 1
-    for (int32_t left = end_tile - tile; left > 0; --left) {
-      const int32_t end = __shfl_sync(kAllLanes, start, kTileEntries);
-      // Two positions of rows in the list, 2t and the next, less where an entry's rows begin, and less where these end:
-      // a bit says that they are not before it. It is also the only one of 2 as BFloat16 and as Half.
-      constexpr uint32_t kTwo = 0x4000, kPair = 0x10001;
-      uint32_t since_begin[2], since_end[2];
+    // Rows come 32 at a time, those from this position on first. Of two times as many is known where they are, and the
+    // numbers of as many after these are under way.
+    int32_t position = __shfl_sync(kAllLanes, start, 0), left = end_tile - tile, end;
+    uint32_t row_address = address_of(load(position)), next_address = address_of(load(position + kWarp));
+    int32_t rows_ahead[2] = {load(position + 2 * kWarp), load(position + 3 * kWarp)};
+    // Two positions of rows in the list, 2t and the next, less where an entry's rows begin, and less where these end: a
+    // bit says that they are not before it. It is also the only one of 2 as BFloat16 and as Half.
+    constexpr uint32_t kTwo = 0x4000, kPair = 0x10001;
+    uint32_t since_begin[2], since_end[2];
+    float sums[2][4];
+    const auto begin_tile = [&] {
+      end = __shfl_sync(kAllLanes, start, kTileEntries);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t first = position + 2 * t + kTwo;
@@ -237,32 +239,9 @@ __device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32
         since_end[i] = (first - __shfl_sync(kAllLanes, start, g + 8 * i + 1)) * kPair + 0x10000;
       }
       if (left > 1) start = *(starts += kTileEntries);
-      float sums[2][4] = {};
-#pragma unroll 1
-      while (position < end) {
-        // of each 8 rows a matrix of 8 columns
-        uint32_t b[2][4];
-        load_matrices<true>(b[0], row_address);
-        load_matrices<true>(b[1], row_address + next_columns);
-#pragma unroll
-        for (int s = 0; s < kWarp / kTileRows; ++s) {
-          uint32_t a[4];
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            const int i = k % 2;
-            a[k] = since_begin[i] & ~since_end[i] & kTwo * kPair;
-            since_begin[i] += 8 * kPair;
-            since_end[i] += 8 * kPair;
-          }
-#pragma unroll
-          for (int n = 0; n < 2; ++n) multiply_add<In>(sums[n], a, {b[n][2 * s], b[n][2 * s + 1]});
-        }
-        // what is left of these is the next tile's
-        if (position + kWarp > end) break;
-        position += kWarp;
-        row_address = address_of(row_after);
-        row_after = load(position + kWarp);
-      }
+      memset(sums, 0, sizeof(sums));
+    };
+    const auto store_tile = [&] {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (g + 8 * i >= table_size) break;
@@ -277,6 +256,46 @@ __device__ __forceinline__ void build_by_tiles(const Problem<In, Code>& p, int32
         }
       }
       to = row_at(to, kTileEntries, p.entry_bytes);
+    };
+    // Adds 32 rows to all tiles that have some of them; false after the last tile.
+    const auto add_rows_to_tiles = [&](uint32_t address) {
+      // of each 8 rows a matrix of 8 columns
+      uint32_t b[2][4];
+      load_matrices<true>(b[0], address);
+      load_matrices<true>(b[1], address + next_columns);
+      while (true) {
+#pragma unroll
+        for (int s = 0; s < kWarp / kTileRows; ++s) {
+          uint32_t a[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int i = k % 2;
+            a[k] = since_begin[i] & ~since_end[i] & kTwo * kPair;
+            since_begin[i] += 8 * kPair;
+            since_end[i] += 8 * kPair;
+          }
+#pragma unroll
+          for (int n = 0; n < 2; ++n) multiply_add<In>(sums[n], a, {b[n][2 * s], b[n][2 * s + 1]});
+        }
+        if (end > position + kWarp) break;
+        store_tile();
+        if (--left == 0) return false;
+        begin_tile();
+      }
+      position += kWarp;
+      return true;
+    };
+    begin_tile();
+#pragma unroll 1
+    for (bool second = false; add_rows_to_tiles(row_address); second = !second) {
+      row_address = next_address;
+      if (!second) continue;
+      // which keeps this a branch: predicated instructions would wait for the loads every time
+      __syncwarp();
+      row_address = address_of(rows_ahead[0]);
+      next_address = address_of(rows_ahead[1]);
+      rows_ahead[0] = load(position + 2 * kWarp);
+      rows_ahead[1] = load(position + 3 * kWarp);
     }
   }
 }
