@@ -44,6 +44,7 @@ print(torch._C._dispatch_has_kernel_for_dispatch_key("yoso_hf::unit_rows_backwar
                 ("sampled_attention", "sort.h", "    __syncthreads();", ";", "addition after read"),
                 ("sampled_attention", "device.h", "  wait_for_launches_before();", ";", "a race"),
                 ("sampled_attention", "sampled_attention.cu", "if (i < queries) next[i]", "next[i]", "outside of all"),
+                ("sampled_attention", "sampled_attention.cu", "have written\n    __syncthreads();", "", "a race"),
                 ("sampled_attention_backward", "buckets_mma.h", "been read\n    __syncthreads();", "", "a race"),
                 (
                     "sampled_attention_backward",
@@ -95,7 +96,7 @@ from test_kernels import Inputs, assert_as_accurate_as_pytorch
 for way, dtype in (("buckets", torch.bfloat16), ("buckets", torch.float32), ("pairs", torch.bfloat16)):
     os.environ["YOSO_CUDA_BACKWARD"] = way
     for columns, tau in ((64, 6), (40, 4), (64, 1)):
-        inputs = Inputs("random", (1, 2, 333, 90, 64, columns, 4, tau), dtype)
+        inputs = Inputs("random", (1, 4, 333, 90, 64, columns, 4, tau), dtype)
         assert_as_accurate_as_pytorch(inputs.sampled, dtype)
 """
     with pytest.raises(AssertionError, match=message):

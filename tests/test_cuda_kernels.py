@@ -67,7 +67,8 @@ sys.exit(pytest.main([*sys.argv[1:], "-q", "-x", "-p", "no:cacheprovider"]))
 # what takes longest beside what is much the same: rows in clusters lie in buckets between those of equal rows and
 # those of random ones; wide rows that are all equal; the largest tables again; large numbers of what others test
 LONG = ("clusters", "buckets-equal-shape1-dtype1", "buckets-equal-shape2-dtype1", "pairs-shape6")
-LONG = " or ".join([*LONG, "buckets-shape6-dtype0", "where_logarithms_are_large", "ops-shape4"])
+LONG += ("buckets-shape6-dtype0", "where_logarithms_are_large", "ops-shape4", "(test_remainder and shape3)")
+LONG = " or ".join(LONG)
 
 
 @needs_emulator
@@ -82,7 +83,7 @@ def test_emulated_kernels_pass_the_tests_of_the_kernels(emulated_kernels, select
         # of PyTorch's operators, which need no emulator
         *("opcheck", "without_the_extension", "gradcheck", "[reference", "reference]"),
         # codes of 16 bits by 70 functions, half a minute each, which test_kernels.py has too
-        "shape3",
+        "(test_ops and shape3)",
         # draws hundreds of times
         "as_their_mean",
         # rows of 16 bits are float32 once they are loaded

@@ -336,12 +336,13 @@ def test_numbers_of_16_bits_are_read_and_rounded_as_pytorch_does(dtype):
 
 
 # what GPUs have in shared memory: tables for more queries than a block has, and half a slice of columns; of a single
-# hash function; for as many queries as it takes; some columns of many keys, and hash functions in two parts
+# hash function; for as many queries as it takes, and for so many heads that a block has all columns of a query; some
+# columns of many keys, and hash functions in two parts
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape",
     [(1, 1, 4099, 70, 8, 72, 3, 6), (1, 2, 2049, 33, 8, 8, 1, 2), (2, 1, 256, 40, 8, 200, 2, 7)]
-    + [(1, 1, 33, 1600, 8, 40, 9, 4)],
+    + [(11, 12, 70, 40, 8, 40, 2, 5), (1, 1, 33, 1600, 8, 40, 9, 4)],
 )
 def test_tables_and_values_in_shared_memory(shape, dtype):
     inputs = Inputs("random", shape, dtype)

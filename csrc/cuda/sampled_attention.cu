@@ -38,6 +38,8 @@ constexpr int kCopyThreads = 1024;
 constexpr int kSharingThreads = 512, kSharingLanes = 2, kSharingQueries = 8, kQueriesOfEntry = 2;
 constexpr int kTablesAtOnce = 2;
 constexpr int kSharingColumns = kSharingLanes * kLaneColumns, kSharingRows = kSharingThreads / kSharingLanes;
+// Rows that a lane scales at a time.
+constexpr int kRowsScaled = 8;
 
 // The heads from first_head on, and of their hash functions those from first_hash on.
 template <class In, class Code>
@@ -346,18 +348,19 @@ __global__ void __launch_bounds__(kCopyThreads, 1)
   }
 }
 
-// Scales a row of which the place's lanes have a slice each, zero where they have none, and keeps its inverse length.
+// Scales a row of which neighbouring lanes have a slice each, zero where they have none; the first of them, if there is
+// such a row, keeps its inverse length.
 template <class In, class Code, class T>
-__device__ __forceinline__ void scale_to_length_one(const Problem<In, Code>& p, const RowPlace& place, int32_t head,
-                                                    T (&row)[kLaneColumns]) {
+__device__ __forceinline__ void scale_to_length_one(const Problem<In, Code>& p, int32_t head, int32_t row, bool keeps,
+                                                    T (&columns)[kLaneColumns]) {
   T square = 0;
 #pragma unroll
-  for (int c = 0; c < kLaneColumns; ++c) square += row[c] * row[c];
+  for (int c = 0; c < kLaneColumns; ++c) square += columns[c] * columns[c];
   square = sum_of_lanes(square, p.lane_bits);
   const T inverse = square > 0 ? 1 / sqrt(square) : 0;
-  if (place.row < p.N && place.lane == 0) p.inverse_length[int64_t{head} * p.N + place.row] = inverse;
+  if (keeps) p.inverse_length[int64_t{head} * p.N + row] = inverse;
 #pragma unroll
-  for (int c = 0; c < kLaneColumns; ++c) row[c] *= inverse;
+  for (int c = 0; c < kLaneColumns; ++c) columns[c] *= inverse;
 }
 
 // Adds up the queries' buckets, and scales the rows of the output.
@@ -407,7 +410,7 @@ __global__ void __launch_bounds__(kRowThreads, 3) read_tables_kernel(Problem<In,
   const int32_t head = p.first_head + place.head;
 #pragma unroll
   for (int c = 0; c < kLaneColumns; ++c) sums[c] *= T{1} / p.num_hash;
-  if (p.inverse_length != nullptr) scale_to_length_one(p, place, head, sums);
+  if (p.inverse_length != nullptr) scale_to_length_one(p, head, place.row, place.row < p.N && place.lane == 0, sums);
   if (!exists) return;
   In* to = p.out.at(head / p.H, head % p.H, row) + place.column;
   In rounded[kLaneColumns];
@@ -450,17 +453,15 @@ struct SharingPlace {
   }
 };
 
-// Adds up the queries' buckets where tables hold all hash functions and rows are aligned, but scales no row to length
-// one. A block has some columns of many queries of a head, and those of each table in turn in shared memory: of as many
-// tables as at_once says, a power of two, and of as many on their way. Entries are added by tensor cores, as products
-// of the identity with these.
+// Adds up the buckets of a block's queries, where tables hold all hash functions and rows are aligned, in some columns.
+// A block has those of each table in turn in shared memory: of as many tables as at_once says, a power of two, and of
+// as many on their way. Entries are added by tensor cores, as products of the identity with these.
 template <class In, class Code>
-__global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(Problem<In, Code> p, int at_once) {
-  start_after_launches_before();
+__device__ __forceinline__ void add_shared_tables(const Problem<In, Code>& p, int at_once, uint32_t number) {
   using T = Accumulator<In>;
   constexpr int kPieceColumns = kPieceBytes / sizeof(Sum<In>), kPieces = kSharingColumns / kPieceColumns;
   constexpr int kAhead = kSharingQueries / 2;
-  const SharingPlace begin(p, blockIdx.x);
+  const SharingPlace begin(p, number);
   if (begin.rows <= 0) return;
   const int place = threadIdx.x / kSharingLanes;
   const int32_t table_size = 1 << p.hash_code_len, rows = begin.rows;
@@ -546,7 +547,7 @@ __global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(
   }
 
   // found again, as registers are short
-  const SharingPlace end(p, unknown(blockIdx.x));
+  const SharingPlace end(p, unknown(number));
   const int thread = static_cast<int>(unknown(threadIdx.x)), g = thread % kWarp / 4, t = thread % 4;
   const int32_t batch_head = p.first_head + end.head;
   const auto out = [&](int32_t row, int32_t column) {
@@ -600,23 +601,57 @@ __global__ void __launch_bounds__(kSharingThreads, 1) read_shared_tables_kernel(
       }
 }
 
+// Scales `count` rows of the output to length one, where they are aligned: those from `row` on, `step` apart, that are
+// before `end`. Neighbouring lanes have a slice of a row each.
+template <int count, class In, class Code>
+__device__ __forceinline__ void scale_rows(const Problem<In, Code>& p, int32_t head, int32_t row, int32_t step,
+                                           int32_t end, int lane) {
+  const int32_t column = lane * kLaneColumns;
+  const auto at = [&](int i) { return p.out.at(head / p.H, head % p.H, row + i * step) + column; };
+  const auto exists = [&](int i) { return row + i * step < end && column < p.Dv; };
+  In rounded[count][kLaneColumns] = {};
+#pragma unroll
+  for (int i = 0; i < count; ++i)
+    if (exists(i)) load(at(i), rounded[i]);
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    Accumulator<In> columns[kLaneColumns];
+    widen(rounded[i], columns);
+    scale_to_length_one(p, head, row + i * step, row + i * step < end && lane == 0, columns);
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; ++c) rounded[i][c] = static_cast<In>(columns[c]);
+    if (exists(i)) store(rounded[i], at(i));
+  }
+}
+
 // Scales the rows of the output to length one, where they are aligned.
 template <class In, class Code>
 __global__ void __launch_bounds__(kRowThreads) scale_rows_kernel(Problem<In, Code> p) {
   start_after_launches_before();
   const RowPlace place(p.N, p.lane_bits, p.slices);
-  const int32_t head = p.first_head + place.head;
-  const bool exists = place.row < p.N && place.column < p.Dv;
-  In* at = p.out.at(head / p.H, head % p.H, exists ? place.row : 0) + (exists ? place.column : 0);
-  In rounded[kLaneColumns] = {};
-  if (exists) load(at, rounded);
-  Accumulator<In> row[kLaneColumns];
-#pragma unroll
-  for (int c = 0; c < kLaneColumns; ++c) row[c] = static_cast<Accumulator<In>>(rounded[c]);
-  scale_to_length_one(p, place, head, row);
-#pragma unroll
-  for (int c = 0; c < kLaneColumns; ++c) rounded[c] = static_cast<In>(row[c]);
-  if (exists) store(rounded, at);
+  scale_rows<1>(p, p.first_head + place.head, place.row, 0, p.N, place.lane);
+}
+
+// Adds up the queries' buckets where tables hold all hash functions and rows are aligned. A block has many queries of a
+// head, and one or all slices of kSharingColumns columns; it scales rows of which it has all.
+template <class In, class Code>
+__global__ void __launch_bounds__(kSharingThreads, 1)
+    read_shared_tables_kernel(Problem<In, Code> p, int at_once, int32_t slices) {
+  start_after_launches_before();
+  const uint32_t first = blockIdx.x * slices;
+#pragma unroll 1
+  for (int32_t slice = 0; slice < slices; ++slice) {
+    add_shared_tables(p, at_once, first + slice);
+    // which others may be reading, or have written
+    __syncthreads();
+  }
+  if (p.inverse_length == nullptr || slices < sharing_slices(p.row_columns)) return;
+  const SharingPlace place(p, unknown(first));
+  const int32_t step = kSharingThreads >> p.lane_bits, end = place.first_row + place.rows;
+#pragma unroll 1
+  for (int32_t row = place.first_row; row < end; row += kRowsScaled * step)
+    scale_rows<kRowsScaled>(p, p.first_head + place.head, row + (threadIdx.x >> p.lane_bits), step, end,
+                            threadIdx.x & ((1 << p.lane_bits) - 1));
 }
 
 template <class In, class Code>
@@ -715,10 +750,14 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
         }
         if constexpr (std::is_same_v<In, BFloat16>)
           if (sharing) {
-            launch_next(read_shared_tables_kernel<In, Code>,
-                        heads * sharing_blocks(p.N) * sharing_slices(p.row_columns), kSharingThreads,
-                        tables_at_once * two_tables, p, tables_at_once);
-            if (p.inverse_length != nullptr)
+            // by blocks that have all columns, if as many at once take no longer
+            const int64_t at_once = device.num_multiprocessors(), row_blocks = heads * sharing_blocks(p.N);
+            const int32_t all_slices = sharing_slices(p.row_columns);
+            const bool scales = p.inverse_length != nullptr && divide_up(row_blocks, at_once) * all_slices <=
+                                                                   divide_up(row_blocks * all_slices, at_once);
+            launch_next(read_shared_tables_kernel<In, Code>, scales ? row_blocks : row_blocks * all_slices,
+                        kSharingThreads, tables_at_once * two_tables, p, tables_at_once, scales ? all_slices : 1);
+            if (p.inverse_length != nullptr && !scales)
               launch_next(scale_rows_kernel<In, Code>, blocks(p.N), kRowThreads, 0, p);
             continue;
           }
