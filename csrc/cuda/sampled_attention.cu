@@ -750,11 +750,12 @@ void sampled_forward(const Device& device, const Tensor& query_codes, const Tens
         }
         if constexpr (std::is_same_v<In, BFloat16>)
           if (sharing) {
-            // by blocks that have all columns, if as many at once take no longer
             const int64_t at_once = device.num_multiprocessors(), row_blocks = heads * sharing_blocks(p.N);
             const int32_t all_slices = sharing_slices(p.row_columns);
-            const bool scales = p.inverse_length != nullptr && divide_up(row_blocks, at_once) * all_slices <=
-                                                                   divide_up(row_blocks * all_slices, at_once);
+            // by blocks that have all columns, if these keep the multiprocessors as busy, but for a sixteenth
+            const bool scales =
+                p.inverse_length != nullptr && 16 * divide_up(row_blocks, at_once) * all_slices <=
+                                                   17 * divide_up(row_blocks * all_slices, at_once);
             launch_next(read_shared_tables_kernel<In, Code>, scales ? row_blocks : row_blocks * all_slices,
                         kSharingThreads, tables_at_once * two_tables, p, tables_at_once, scales ? all_slices : 1);
             if (p.inverse_length != nullptr && !scales)
