@@ -131,28 +131,38 @@ inline void check_softmax_backward(const Tensor& grad, const Tensor& out, const 
   check_row_numbers(logarithm, "logarithm", query);
 }
 
+// The power of two that a head's weights are divided by.
+inline void check_shift(const Tensor& shift, const Tensor& key) {
+  check_device(shift, "shift", key);
+  STD_TORCH_CHECK(shift.dim() == 2 && shift.is_contiguous() && shift.size(0) == key.size(0) &&
+                      shift.size(1) == key.size(1) && shift.scalar_type() == ScalarType::Int,
+                  "shift must be contiguous int32 with shape [B, H]");
+}
+
 inline void check_sampled_remainder(const Tensor& query, const Tensor& key, const Tensor& value,
-                                    const Tensor& key_weight, const Tensor& query_codes, const Tensor& key_codes,
-                                    int64_t hash_code_len, double scale) {
+                                    const Tensor& key_weight, const Tensor& shift, const Tensor& query_codes,
+                                    const Tensor& key_codes, int64_t hash_code_len, double scale) {
   check_hashed(query, key, value, query_codes, key_codes, hash_code_len);
   check_row_numbers(key_weight, "key_weight", key);
+  check_shift(shift, key);
   STD_TORCH_CHECK(scale > 0, "scale must be above 0, got ", scale);
 }
 
 inline void check_sampled_remainder_backward(const Tensor& grad, const Tensor& grad_total, const Tensor& query,
                                              const Tensor& key, const Tensor& value, const Tensor& key_weight,
-                                             const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
-                                             double scale) {
-  check_sampled_remainder(query, key, value, key_weight, query_codes, key_codes, hash_code_len, scale);
+                                             const Tensor& shift, const Tensor& query_codes, const Tensor& key_codes,
+                                             int64_t hash_code_len, double scale) {
+  check_sampled_remainder(query, key, value, key_weight, shift, query_codes, key_codes, hash_code_len, scale);
   // of an output that is wider than 16 bits
   check_output(grad, "grad", query, value, length_dtype(query));
   check_row_numbers(grad_total, "grad_total", query);
 }
 
 inline void check_first_order(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_weight,
-                              const Tensor& heavy, double scale) {
+                              const Tensor& shift, const Tensor& heavy, double scale) {
   check_exact(query, key, value, 32);
   check_row_numbers(key_weight, "key_weight", key);
+  check_shift(shift, key);
   check_device(heavy, "heavy", key);
   STD_TORCH_CHECK(heavy.dim() == 3 && heavy.is_contiguous() && heavy.size(0) == key.size(0) &&
                       heavy.size(1) == key.size(1) && heavy.size(2) <= 64 && heavy.scalar_type() == ScalarType::Long,

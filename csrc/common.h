@@ -25,8 +25,9 @@ namespace yoso {
 
 // Of samples of softmax: the keys of a bucket that a query meets at most, and the queries that meet the same ones
 constexpr int kBucketRows = 64;
-// the largest logarithm of a weight
+// The largest logarithm of a weight that is not divided by a power of two; by 2^shift, it is as much as that more.
 constexpr int kMaxLogarithm = 60;
+constexpr double kLog2 = 0.693147180559945309;
 
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;

@@ -695,7 +695,7 @@ def test_a_key_like_many_queries_is_where_softmax_has_it(similarity):
 def test_samples_of_softmax_have_codes_that_leave_one_key_to_a_bucket(monkeypatch, M, bits, highest):
     monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", 1)
     found, compute = [], attention.sampled_remainder
-    monkeypatch.setattr(attention, "sampled_remainder", lambda *args: found.append(args[4:7]) or compute(*args))
+    monkeypatch.setattr(attention, "sampled_remainder", lambda *args: found.append(args[5:8]) or compute(*args))
     query, key, value = inputs(B=1, N=5, M=M, D=8)
     functions = HashFunctions.sample(3, 8, 2, highest)
     yoso_attention(query, key, value, hash_functions=functions, similarity="softmax", normalization="sum")
@@ -802,6 +802,29 @@ def test_weights_that_are_far_apart_stay_in_range(far):
         out = yoso_attention(*tensors, expectation=True, **options)
         torch.testing.assert_close(out, dense(q, k, value, key_mask, [9], **options).float(), rtol=1e-3, atol=1e-3)
         assert all(x.isfinite().all() for x in torch.autograd.grad(out.square().sum(), tensors))
+
+
+@pytest.mark.usefixtures("softmax_path")
+@pytest.mark.parametrize("largest", [30, 75, 100])
+def test_samples_of_softmax_with_large_dot_products_come_close(largest):
+    """As in heads of trained models, which float32 does not hold exp of."""
+    torch.manual_seed(0)
+    N, D = 600, 3
+    directions = torch.nn.functional.normalize(torch.randn(1, 2, N // 2, D), dim=-1)
+    # their mean is zero; the second head's products are smaller
+    query = torch.cat([directions, -directions], dim=2) * torch.tensor([largest, 2.0]).sqrt()[:, None, None]
+    key = query.roll(1, dims=2)
+    value, grad = torch.randn(1, 2, N, 4), torch.randn(1, 2, N, 4)
+    tensors = [x.clone().requires_grad_() for x in (query, key, value)]
+    options = {"normalization": "sum", "similarity": "softmax", "scale": 1.0}
+    key_mask = torch.ones(1, N, dtype=torch.bool)
+    exact = [x.double().requires_grad_() for x in (query, key, value)]
+    truth = dense(*exact, key_mask, [9], **options)
+    truths = truth, *torch.autograd.grad(truth, exact, grad.double())
+    out = yoso_attention(*tensors, hash_code_len=9, num_hash=256, **options)
+    for got, expected in zip((out, *torch.autograd.grad(out, tensors, grad)), truths, strict=True):
+        error = (got - expected).square().sum((2, 3)) / expected.square().sum((2, 3))
+        assert (error.sqrt() < 0.35).all(), error.sqrt()
 
 
 @BOTH

@@ -159,7 +159,7 @@ def one_head_calls():
     hadamard, gaussian = sampled.functions
     buckets = (sampled.query, sampled.key, sampled.value, *sampled.codes, 9)
     near = (*buckets, 64)
-    remainder = (*buckets[:3], torch.ones(1, 1, 32768), *buckets[3:], 0.125)
+    remainder = (*buckets[:3], torch.ones(1, 1, 32768), sampled.shift, *buckets[3:], 0.125)
     heavy, total = torch.arange(64).view(1, 1, 64), torch.ones(1, 1, 32768)
     rows = (exact.query, exact.key, exact.value, 9)
     unit, inverse_length = ops.sampled_attention(*buckets, False, True)
@@ -179,9 +179,9 @@ def one_head_calls():
         "sampled_remainder_backward": lambda: ops.sampled_remainder_backward(
             sampled.grad, sampled.grad.sum(-1), *remainder
         ),
-        "first_order_attention": lambda: ops.first_order_attention(*remainder[:4], heavy, sampled.grad, total, 0.125),
+        "first_order_attention": lambda: ops.first_order_attention(*remainder[:5], heavy, sampled.grad, total, 0.125),
         "first_order_attention_backward": lambda: ops.first_order_attention_backward(
-            sampled.grad, sampled.grad, total, *remainder[:4], heavy, 0.125
+            sampled.grad, sampled.grad, total, *remainder[:5], heavy, 0.125
         ),
         "local_attention": lambda: ops.local_attention(*near),
         "local_attention_backward": lambda: ops.local_attention_backward(sampled.grad, *near),

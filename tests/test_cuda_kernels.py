@@ -169,9 +169,9 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     outputs(ops, *tensors, codes, 6, 40)
 inputs = Inputs("random", (1, 1, 40, 40, 16, 16, 1, 1), torch.float32)
 rows, weight = (inputs.query, inputs.key, inputs.value), torch.ones(1, 1, 40)
-places = torch.tensor([[[-1, 40, 2**40, 3]]])
-out, total = ops.first_order_attention(*rows, weight, places, inputs.grad, weight, 0.5)
-ops.first_order_attention_backward(inputs.grad, out, total, *rows, weight, places, 0.5)
+places = inputs.shift, torch.tensor([[[-1, 40, 2**40, 3]]])
+out, total = ops.first_order_attention(*rows, weight, *places, inputs.grad, weight, 0.5)
+ops.first_order_attention_backward(inputs.grad, out, total, *rows, weight, *places, 0.5)
 """
     run_emulated(emulated_kernels, code, watch="races")
 

@@ -57,6 +57,8 @@ class Inputs:
         for functions in self.functions:
             functions.parameters = functions.parameters.to(device)
         self.mask = mask.to(device)
+        # of softmax's samples, for every other head
+        self.shift = (20 * (torch.arange(B * H, dtype=torch.int32, device=device) % 2)).view(B, H)
         self.codes = self.functions[0].codes(self.query), self.functions[0].codes(self.key, self.mask)
 
     def hashes(self, namespace, dtype):
@@ -109,7 +111,7 @@ class Inputs:
         wide = torch.promote_types(dtype, torch.float32)
         key_weight = torch.linspace(0, 1, key.shape[2], dtype=wide).expand(key.shape[:3]).contiguous()
         grad, grad_total = self.grad.to(wide), self.grad.to(wide).sum(-1)
-        arguments = (query, key, value, key_weight, *self.codes, self.tau, query.shape[3] ** -0.5)
+        arguments = (query, key, value, key_weight, self.shift, *self.codes, self.tau, query.shape[3] ** -0.5)
         return [
             *namespace.sampled_remainder(*arguments),
             *namespace.sampled_remainder_backward(grad, grad_total, *arguments),
@@ -121,7 +123,8 @@ class Inputs:
         wide = torch.promote_types(dtype, torch.float32)
         key_weight = torch.linspace(0, 1, key.shape[2], dtype=wide).expand(key.shape[:3]).contiguous()
         heavy = key_weight.topk(min(key.shape[2], 64)).indices
-        grad, scale, inputs = self.grad.to(dtype), query.shape[3] ** -0.5, (query, key, value, key_weight, heavy)
+        grad, scale = self.grad.to(dtype), query.shape[3] ** -0.5
+        inputs = (query, key, value, key_weight, self.shift, heavy)
         # of sums near 0 the inverse would have all errors: logarithms are at most the product of lengths
         largest = scale * query.to(wide).norm(dim=-1) * key.to(wide).norm(dim=-1).amax(-1, keepdim=True)
         remainder = self.grad.to(wide), key_weight.sum(-1, keepdim=True) * largest + 1
@@ -426,14 +429,18 @@ def test_first_order_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
     assert_as_accurate_as_pytorch(inputs.first_order, dtype)
 
 
-def test_the_weight_of_a_heavy_key_is_exp_of_its_logarithm():
-    """To a few roundings of each, not only on average."""
-    query = torch.linspace(-60, 60, 2001)[None, None, :, None]
+@pytest.mark.parametrize("shift", [0, 31, 87])
+def test_the_weight_of_a_heavy_key_is_exp_of_its_logarithm(shift):
+    """To a few roundings of each, not only on average; with a shift, of the logarithm too."""
+    beyond = shift * math.log(2)
+    query = torch.linspace(beyond - 60, beyond + 59.99, 2001)[None, None, :, None]
     key, value, key_weight = torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1)
     heavy, remainder = torch.zeros(1, 1, 1, dtype=torch.int64), (torch.zeros(1, 1, 2001, 8), torch.zeros(1, 1, 2001))
-    out, total = ops.first_order_attention(query, key, value, key_weight, heavy, *remainder, 1.0)
-    truth, eps = query[..., 0].double().exp(), torch.finfo(torch.float32).eps
-    assert ((total - truth).abs() <= 4 * eps * truth).all()
+    shifts = torch.full((1, 1), shift, dtype=torch.int32)
+    out, total = ops.first_order_attention(query, key, value, key_weight, shifts, heavy, *remainder, 1.0)
+    truth, eps = (query[..., 0].double() - beyond).exp(), torch.finfo(torch.float32).eps
+    roundings = 4 if shift == 0 else 4 + query[..., 0].abs() + beyond
+    assert ((total - truth).abs() <= roundings * eps * truth).all()
     assert ((out - 1).abs() <= 2 * eps).all()
 
 

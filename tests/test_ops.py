@@ -1,3 +1,4 @@
+import math
 import os
 import subprocess
 import sys
@@ -249,6 +250,18 @@ def test_expectation_operators_equal_autograd_through_the_formula(shape, impleme
     torch.testing.assert_close(got[:2], expected)
 
 
+def no_shift(key):
+    return torch.zeros(key.shape[:2], dtype=torch.int32)
+
+
+def shifts(B, H):
+    """None, some and the most, by which weights are divided as powers of two; these powers; and the logarithms."""
+    shift = (43 * (torch.arange(B * H, dtype=torch.int32) % 3) + 1) * (torch.arange(B * H) % 3 > 0)
+    shift = shift.int().view(B, H)
+    wide = shift.double()[..., None, None]
+    return shift, torch.exp2(-wide), 60 + math.log(2) * wide
+
+
 def operator_calls():
     query, key, value, grad, functions, mask, codes = make((2, 2, 9, 11, 8, 6, 4, 5), torch.float32)
     gaussian = HashFunctions.sample(2, 8, 4, 5, kind="gaussian")
@@ -257,7 +270,7 @@ def operator_calls():
     # keys and values of the queries' positions
     near = [inputs[0], *(x.detach()[:, :, :9].requires_grad_() for x in inputs[1:])]
     near_codes = codes[0], codes[1][..., :9].contiguous()
-    key_weight = torch.rand(2, 2, 11)
+    key_weight, shift = torch.rand(2, 2, 11), no_shift(inputs[1])
     heavy, total = key_weight.topk(3).indices, torch.ones(2, 2, 9)
     remainder = grad.clone().requires_grad_(), total.clone().requires_grad_()
     return {
@@ -271,10 +284,10 @@ def operator_calls():
         "softmax_attention_backward": [
             (grad, *(x.detach() for x in ops.softmax_attention(*plain, mask, 0.5)), *plain, mask, 0.5)
         ],
-        "sampled_remainder": [(*inputs, key_weight.clone().requires_grad_(), *codes, 5, 0.5)],
-        "sampled_remainder_backward": [(grad, grad.sum(-1), *plain, key_weight, *codes, 5, 0.5)],
-        "first_order_attention": [(*inputs, key_weight.clone().requires_grad_(), heavy, *remainder, 0.5)],
-        "first_order_attention_backward": [(grad, grad, total, *plain, key_weight, heavy, 0.5)],
+        "sampled_remainder": [(*inputs, key_weight.clone().requires_grad_(), shift, *codes, 5, 0.5)],
+        "sampled_remainder_backward": [(grad, grad.sum(-1), *plain, key_weight, shift, *codes, 5, 0.5)],
+        "first_order_attention": [(*inputs, key_weight.clone().requires_grad_(), shift, heavy, *remainder, 0.5)],
+        "first_order_attention_backward": [(grad, grad, total, *plain, key_weight, shift, heavy, 0.5)],
         "local_attention": [(*near, *near_codes, 5, 3)],
         "local_attention_backward": [(grad, *(x.detach() for x in near), *near_codes, 5, 3)],
         "unit_rows_backward": [(grad, *normalized(grad))],
@@ -314,12 +327,16 @@ def test_remainder_of_a_single_bucket_is_exact(namespace):
     query, key, value, _, _, _, _ = make((2, 2, 70, 7, 4, 3, 1, 1), torch.float64)
     functions = HashFunctions.sample(2, 4, 3, 1)
     codes = functions.codes(query), functions.codes(key)
-    key_weight = torch.rand(2, 2, 7, dtype=torch.float64)
-    out, total = namespace.sampled_remainder(query, key, value, key_weight, *codes, 1, 0.5)
+    key_weight, (shift, unit, most) = torch.rand(2, 2, 7, dtype=torch.float64), shifts(2, 2)
+    # logarithms beyond 60, and some beyond what their head's shift adds
+    query[:, :, 0] *= 150 / (query[:, :, 0] * key[:, :, 0]).sum(-1, keepdim=True)
+    out, total = namespace.sampled_remainder(query, key, value, key_weight, shift, *codes, 1, 0.5)
     exponent = 0.5 * query @ key.mT
-    weights = (exponent.exp() - 1 - exponent) * key_weight[:, :, None]
-    torch.testing.assert_close(out, weights @ value)
-    torch.testing.assert_close(total, weights.sum(-1))
+    assert ((exponent > 60) & (exponent < most)).any()
+    assert (exponent > most).any()
+    weights = (torch.minimum(exponent, most).exp() - 1 - exponent) * key_weight[:, :, None]
+    torch.testing.assert_close(out / unit, weights @ value)
+    torch.testing.assert_close(total / unit[..., 0], weights.sum(-1))
 
 
 def test_remainder_backward_passes_gradcheck():
@@ -328,7 +345,8 @@ def test_remainder_backward_passes_gradcheck():
     codes = functions.codes(query), functions.codes(key)
     key_weight = torch.rand(2, 2, 7, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (query, key, value, key_weight)]
-    assert torch.autograd.gradcheck(lambda *x: ops.sampled_remainder(*x, *codes, 1, 0.5), inputs)
+    shift = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    assert torch.autograd.gradcheck(lambda *x: ops.sampled_remainder(*x, shift, *codes, 1, 0.5), inputs)
 
 
 # the second: buckets of several parts, of which a query meets one
@@ -340,13 +358,15 @@ def test_remainder_and_its_gradient_have_the_exact_ones_as_their_mean(num_keys):
     inputs = [x.requires_grad_() for x in (query, key, value, key_weight)]
     exponent = 0.3 * query @ key.mT
     weights = (exponent.exp() - 1 - exponent) * key_weight[:, :, None]
+    shift = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    weights = weights * torch.exp2(-shift.double())[..., None, None]
     exact = (weights @ value, weights.sum(-1))
     exact = [*exact, *torch.autograd.grad(exact, inputs, (grad, grad_total))]
     directions = [torch.randn_like(x) for x in exact]
     draws, rows = [], [x.detach() for x in inputs]
     for _ in range(400):
         functions = HashFunctions.sample(3, 6, 4, 3)
-        arguments = (*rows, functions.codes(rows[0]), functions.codes(rows[1]), 3, 0.3)
+        arguments = (*rows, shift, functions.codes(rows[0]), functions.codes(rows[1]), 3, 0.3)
         results = *ops.sampled_remainder(*arguments), *ops.sampled_remainder_backward(grad, grad_total, *arguments)
         draws.append(torch.stack([(x * y).flatten(2).sum(-1) for x, y in zip(results, directions, strict=True)]))
     draws = torch.stack(draws)
@@ -364,38 +384,40 @@ def test_remainder_and_its_gradient_have_the_exact_ones_as_their_mean(num_keys):
 def test_first_order_operators_equal_autograd_through_the_formula(namespace, shape):
     *shape, num_heavy = shape
     query, key, value, grad, _, _, _ = make((*shape, 1, 1), torch.float64)
-    # a logarithm of more than 60, of two keys that are alike but for one being heavy, where there are so many
-    query[:, :, 0] *= 120 / (query[:, :, 0] * key[:, :, 0]).sum(-1, keepdim=True)
+    # a logarithm of more than the largest, of two keys that are alike but for one being heavy, where there are so many
+    query[:, :, 0] *= 150 / (query[:, :, 0] * key[:, :, 0]).sum(-1, keepdim=True)
     key[:, :, -1] = key[:, :, 0]
     key_weight = torch.rand(*key.shape[:3], dtype=torch.float64)
     key_weight[:, :, 0] = 2
     heavy = key_weight.topk(num_heavy).indices.flip(-1)
     # of a row, all weights add up to less than 0
-    remainder = torch.randn_like(grad), torch.randn(query.shape[:3], dtype=torch.float64).abs()
+    shift, unit, most = shifts(*shape[:2])
+    remainder = unit * torch.randn_like(grad), unit[..., 0] * torch.randn(query.shape[:3], dtype=torch.float64).abs()
     remainder[1][0, 0, -1] = -1e60
     tensors = query, key, value, key_weight, *remainder
     inputs = [x.clone().requires_grad_() for x in tensors]
     logarithms = 0.7 * inputs[0] @ inputs[1].mT
     is_heavy = torch.zeros(key.shape[:3], dtype=torch.bool).scatter(2, heavy, True)[:, :, None]
-    weights = inputs[3][:, :, None] * torch.where(is_heavy, logarithms.clamp(max=60).exp(), 1 + logarithms)
+    weights = torch.where(is_heavy, torch.minimum(logarithms, most).exp(), 1 + logarithms)
+    weights = unit * inputs[3][:, :, None] * weights
     total = weights.sum(-1) + inputs[5]
     expected = (weights @ inputs[2] + inputs[4]) / torch.where(total > 0, total, torch.inf)[..., None]
-    out, sums = namespace.first_order_attention(*tensors[:4], heavy, *remainder, 0.7)
-    torch.testing.assert_close((out, sums), (expected.detach(), total.detach()))
+    out, sums = namespace.first_order_attention(*tensors[:4], shift, heavy, *remainder, 0.7)
+    torch.testing.assert_close((out, sums / unit[..., 0]), (expected.detach(), total.detach() / unit[..., 0]))
     assert out[0, 0, -1].count_nonzero() == 0
     expected = torch.autograd.grad(expected, inputs, grad)
-    got = namespace.first_order_attention_backward(grad, out, sums, *tensors[:4], heavy, 0.7)
+    got = namespace.first_order_attention_backward(grad, out, sums, *tensors[:4], shift, heavy, 0.7)
     torch.testing.assert_close(got, expected)
 
 
 def test_first_order_backward_passes_gradcheck():
     query, key, value, grad, _, _, _ = make((2, 2, 5, 7, 4, 3, 1, 1), torch.float64)
     key_weight, total = torch.rand(2, 2, 7, dtype=torch.float64), torch.full((2, 2, 5), 20.0, dtype=torch.float64)
-    heavy = key_weight.topk(3).indices
+    heavy, shift = key_weight.topk(3).indices, torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     inputs = [x.requires_grad_() for x in (query, key, value, key_weight, grad, total)]
 
     def attend(query, key, value, key_weight, *remainder):
-        return ops.first_order_attention(query, key, value, key_weight, heavy, *remainder, 0.5)[0]
+        return ops.first_order_attention(query, key, value, key_weight, shift, heavy, *remainder, 0.5)[0]
 
     assert torch.autograd.gradcheck(attend, inputs)
 
@@ -408,7 +430,7 @@ def test_a_query_meets_a_part_of_a_crowded_bucket_only(namespace):
     key_weight = torch.ones(1, 1, 1000, dtype=torch.float64)
     # the weights themselves, as many columns at a time as the CUDA kernels take
     parts = [
-        namespace.sampled_remainder(query, key, value, key_weight, *codes, 4, 0.5)
+        namespace.sampled_remainder(query, key, value, key_weight, no_shift(key), *codes, 4, 0.5)
         for value in torch.eye(1000, dtype=torch.float64)[None, None].split(250, dim=3)
     ]
     out, total = torch.cat([part for part, _ in parts], dim=3), parts[0][1]
@@ -478,7 +500,7 @@ def test_views_and_expanded_gradients_give_what_copies_give():
             )
             assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
         key_weight = torch.linspace(0, 1, 50).expand(2, 2, 50).contiguous()
-        arguments = (key, value, key_weight, key_weight.topk(5).indices)
+        arguments = (key, value, key_weight, no_shift(key), key_weight.topk(5).indices)
         total = torch.ones(2, 2, 40)
         got, expected = (
             [
@@ -488,11 +510,11 @@ def test_views_and_expanded_gradients_give_what_copies_give():
             for x, rest in ((view, grad.mT.contiguous().mT), (view.contiguous(), grad))
         )
         assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
-        one = torch.ones(2, 2, 50)
+        arguments = (key, value, torch.ones(2, 2, 50), no_shift(key))
         got, expected = (
             [
-                *ops.sampled_remainder(x, key, value, one, *codes, 3, 0.2),
-                *ops.sampled_remainder_backward(grad, grad[..., 0].contiguous(), x, key, value, one, *codes, 3, 0.2),
+                *ops.sampled_remainder(x, *arguments, *codes, 3, 0.2),
+                *ops.sampled_remainder_backward(grad, grad[..., 0].contiguous(), x, *arguments, *codes, 3, 0.2),
             ]
             for x in (view, view.contiguous())
         )
@@ -529,12 +551,12 @@ def test_empty_tensors(sizes, unit, implementation):
     softmax = namespace.softmax_attention(query, key, value, mask, 0.5)
     assert torch.equal(softmax[0], torch.zeros(*sizes[:3], 6))
     assert torch.equal(softmax[1], torch.full(sizes[:3], -torch.inf))
-    key_weight = torch.ones(*sizes[:2], sizes[3])
-    out, total = namespace.sampled_remainder(query, key, value, key_weight, *codes, 5, 0.5)
+    key_weight, shift = torch.ones(*sizes[:2], sizes[3]), no_shift(key)
+    out, total = namespace.sampled_remainder(query, key, value, key_weight, shift, *codes, 5, 0.5)
     assert torch.equal(out, torch.zeros(*sizes[:3], 6))
     assert torch.equal(total, torch.zeros(sizes[:3]))
     heavy = key_weight.topk(min(2, sizes[3])).indices
-    first_order = namespace.first_order_attention(query, key, value, key_weight, heavy, out, total, 0.5)
+    first_order = namespace.first_order_attention(query, key, value, key_weight, shift, heavy, out, total, 0.5)
     assert torch.equal(first_order[0], torch.zeros(*sizes[:3], 6))
     assert torch.equal(first_order[1], torch.zeros(sizes[:3]))
     for out, inverse_length in (
@@ -547,8 +569,12 @@ def test_empty_tensors(sizes, unit, implementation):
         namespace.sampled_attention_backward(grad, query, key, value, *codes, 5),
         namespace.expectation_attention_backward(grad, query, key, value, 5, False),
         namespace.softmax_attention_backward(grad, *softmax, query, key, value, mask, 0.5),
-        namespace.sampled_remainder_backward(grad, grad.sum(-1), query, key, value, key_weight, *codes, 5, 0.5)[:3],
-        namespace.first_order_attention_backward(grad, *first_order, query, key, value, key_weight, heavy, 0.5)[:3],
+        namespace.sampled_remainder_backward(grad, grad.sum(-1), query, key, value, key_weight, shift, *codes, 5, 0.5)[
+            :3
+        ],
+        namespace.first_order_attention_backward(grad, *first_order, query, key, value, key_weight, shift, heavy, 0.5)[
+            :3
+        ],
     ):
         for gradient, x in zip(gradients, (query, key, value), strict=False):
             assert torch.equal(gradient, torch.zeros_like(x))
@@ -582,16 +608,18 @@ def test_kernels_refuse_what_would_read_past_a_buffer():
     def softmax_backward(grad=grad, out=grad, logarithm=torch.ones(2, 2, 9)):  # noqa: B008
         return ops.softmax_attention_backward(grad, out, logarithm, query, key, value, None, 0.5)
 
-    def remainder(value=value, key_weight=torch.ones(2, 2, 11), codes=codes, scale=0.5):  # noqa: B008
-        return ops.sampled_remainder(query, key, value, key_weight, *codes, 5, scale)
+    shift = no_shift(key)
+
+    def remainder(value=value, key_weight=torch.ones(2, 2, 11), shift=shift, codes=codes, scale=0.5):  # noqa: B008
+        return ops.sampled_remainder(query, key, value, key_weight, shift, *codes, 5, scale)
 
     one, total, heavy = torch.ones(2, 2, 11), torch.ones(2, 2, 9), torch.zeros(2, 2, 1).long()
 
-    def first_order(value=value, key_weight=one, heavy=heavy, remainder=grad, total=total):
-        return ops.first_order_attention(query, key, value, key_weight, heavy, remainder, total, 0.5)
+    def first_order(value=value, key_weight=one, shift=shift, heavy=heavy, remainder=grad, total=total):
+        return ops.first_order_attention(query, key, value, key_weight, shift, heavy, remainder, total, 0.5)
 
     def first_order_backward(grad=grad, out=grad, total=total, heavy=heavy):
-        return ops.first_order_attention_backward(grad, out, total, query, key, value, one, heavy, 0.5)
+        return ops.first_order_attention_backward(grad, out, total, query, key, value, one, shift, heavy, 0.5)
 
     bad_calls = [
         lambda: ops.sampled_attention(query, key, value[:, :, :-1], *codes, 5, False, False),
@@ -608,11 +636,14 @@ def test_kernels_refuse_what_would_read_past_a_buffer():
         lambda: remainder(key_weight=torch.ones(2, 2, 11, dtype=torch.float64)),
         lambda: remainder(codes=(codes[0][:, :1], codes[1])),
         lambda: remainder(scale=0.0),
+        lambda: remainder(shift=shift[:1]),
+        lambda: remainder(shift=shift.long()),
+        lambda: first_order(shift=shift[:, :1]),
         lambda: ops.sampled_remainder_backward(
-            grad[:, :, :-1], grad.sum(-1), query, key, value, torch.ones(2, 2, 11), *codes, 5, 0.5
+            grad[:, :, :-1], grad.sum(-1), query, key, value, torch.ones(2, 2, 11), shift, *codes, 5, 0.5
         ),
         lambda: ops.sampled_remainder_backward(
-            grad, grad.sum(-1)[:, :1], query, key, value, torch.ones(2, 2, 11), *codes, 5, 0.5
+            grad, grad.sum(-1)[:, :1], query, key, value, torch.ones(2, 2, 11), shift, *codes, 5, 0.5
         ),
         lambda: first_order(value=value[:, :, :-1]),
         lambda: first_order(key_weight=torch.ones(2, 2, 12)),
@@ -657,7 +688,10 @@ def test_codes_outside_the_table_belong_to_no_bucket(code):
     for op, arguments in (
         (ops.sampled_attention, lambda c: (query, key, value, codes[0], c, 5, False, True)),
         (ops.sampled_attention_backward, lambda c: (grad, query, key, value, codes[0], c, 5)),
-        (ops.sampled_remainder, lambda c: (query, key, value, torch.ones(1, 1, 11), codes[0], c, 5, 0.5)),
+        (
+            ops.sampled_remainder,
+            lambda c: (query, key, value, torch.ones(1, 1, 11), no_shift(key), codes[0], c, 5, 0.5),
+        ),
     ):
         pairs = zip(op(*arguments(masked)), op(*arguments(outside)), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)

@@ -68,11 +68,14 @@ struct Keys {
   const int64_t batch, head, count, columns, value_columns, num_heavy;
   const int64_t* heavy;
   const T scale;
+  // weights are divided by 2^shift: those of a logarithm of 0 are `unit`
+  const int32_t shift;
+  const T unit, most;
   Buffer<T> light, sums_data, heavy_key, heavy_tile, heavy_value, heavy_weight;
   KeySums<T> sums;
 
-  Keys(const InputRows& key, const InputRows& value, const Tensor& key_weight, const Tensor& all_heavy,
-       int64_t batch_head, T scale)
+  Keys(const InputRows& key, const InputRows& value, const Tensor& key_weight, const Tensor& shifts,
+       const Tensor& all_heavy, int64_t batch_head, T scale)
       : key(key),
         value(value),
         batch(batch_head / key.heads),
@@ -83,6 +86,9 @@ struct Keys {
         num_heavy(all_heavy.size(2)),
         heavy(static_cast<const int64_t*>(all_heavy.const_data_ptr()) + batch_head * num_heavy),
         scale(scale),
+        shift(static_cast<const int32_t*>(shifts.const_data_ptr())[batch_head]),
+        unit(std::ldexp(T{1}, -shift)),
+        most(kMaxLogarithm + static_cast<T>(kLog2) * shift),
         light(count),
         sums_data(KeySums<T>::size(columns, value_columns)),
         heavy_key(kTileKeys * columns),
@@ -96,6 +102,7 @@ struct Keys {
       heavy_weight[k] = light[heavy[k]];
       light[heavy[k]] = 0;
     }
+    for (int64_t k = 0; k < count; ++k) light[k] *= unit;
     vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
       using V = Vector<T, bytes()>;
       for (int64_t k = 0; k < num_heavy; ++k)
@@ -144,10 +151,9 @@ struct Keys {
   YOSO_INLINE void heavy_exponentials(const T* queries, int64_t num, T* logarithms, T* exponentials) const {
     multiply<V, false>(num, kTileKeys, columns, AllRows<const T>{queries, columns}, 1,
                        AllRows<const T>{heavy_tile.data(), kTileKeys}, AllRows<T>{logarithms, kTileKeys});
-    const T most = kMaxLogarithm;
     for (int64_t i = 0; i < num * kTileKeys; ++i) {
       logarithms[i] *= scale;
-      exponentials[i] = exponential(logarithms[i] < most ? logarithms[i] : most);
+      exponentials[i] = exponential(logarithms[i] < most ? logarithms[i] : most, shift);
     }
   }
 };
@@ -198,14 +204,14 @@ YOSO_INLINE void attend(const Keys<T>& keys, const InputRows& query, const Input
 
 template <class T>
 void forward(const InputRows& query, const InputRows& key, const InputRows& value, const Tensor& key_weight,
-             const Tensor& heavy, const InputRows& remainder, const Tensor& remainder_total, double scale,
+             const Tensor& shift, const Tensor& heavy, const InputRows& remainder, const Tensor& remainder_total, double scale,
              const OutputRows& out, const Tensor& total) {
   const int64_t N = query.count;
   T* totals = static_cast<T*>(total.mutable_data_ptr());
   std::copy_n(static_cast<const T*>(remainder_total.const_data_ptr()), total.numel(), totals);
   for_heads(query.batches * query.heads, [&](int64_t begin, int64_t end, bool) {
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
-      const Keys<T> keys(key, value, key_weight, heavy, batch_head, static_cast<T>(scale));
+      const Keys<T> keys(key, value, key_weight, shift, heavy, batch_head, static_cast<T>(scale));
       for_tiles(N, kTileQueries, [&](Range rows) {
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
           attend<Vector<T, bytes()>>(keys, query, remainder, rows, out, totals + batch_head * N);
@@ -268,7 +274,6 @@ template <class V, class T = Element<V>>
 YOSO_INLINE void query_gradients(const Keys<T>& keys, const Transposes<T>& transposes, const QueryTensors& x,
                                  Range rows, const Gradients<T>& to) {
   const int64_t columns = keys.columns, value_columns = keys.value_columns;
-  const T most = kMaxLogarithm;
   Buffer<T> queries(kTileQueries * columns), results(kTileQueries * columns);
   Buffer<T> grads(kTileQueries * value_columns), outs(kTileQueries * value_columns);
   const AllRows<const T> query_rows{queries.data(), columns}, grad_rows{grads.data(), value_columns};
@@ -302,7 +307,7 @@ YOSO_INLINE void query_gradients(const Keys<T>& keys, const Transposes<T>& trans
         for (int64_t k = 0; k < kTileKeys; ++k) {
           const int64_t i = q * kTileKeys + k;
           const T product = weights[i] * (products[i] + grad_total[q]), w = keys.heavy_weight[k];
-          products[i] = logarithms[i] < most ? keys.scale * product * w : 0;
+          products[i] = logarithms[i] < keys.most ? keys.scale * product * w : 0;
           weights[i] *= w;
           logarithms[i] = product;
         }
@@ -356,7 +361,7 @@ YOSO_INLINE void key_gradients(const Keys<T>& keys, const Gradients<T>& from, co
         sum += load<V>(value_rows[k] + c) * load<V>(from.value + c);
         store<V>(to_values[k] + c, w * load<V>(to_values[k] + c));
       }
-      grad_weight[first + k] = *from.weight + sum_of_lanes(sum);
+      grad_weight[first + k] = (*from.weight + sum_of_lanes(sum)) * keys.unit;
     }
     store_key_rows<V>(keys, to_keys.data, to_values.data, {first, first + num}, grad_key, grad_value);
   }
@@ -364,7 +369,7 @@ YOSO_INLINE void key_gradients(const Keys<T>& keys, const Gradients<T>& from, co
 
 template <class T>
 void backward(const QueryTensors& x, const InputRows& key, const InputRows& value, const Tensor& key_weight,
-              const Tensor& heavy, double scale, const OutputRows& grad_key, const OutputRows& grad_value,
+              const Tensor& shift, const Tensor& heavy, double scale, const OutputRows& grad_key, const OutputRows& grad_value,
               const Tensor& grad_weight) {
   const int64_t N = x.query.count, M = key.count;
   const int64_t columns = padded(x.query.columns), value_columns = padded(value.columns);
@@ -372,7 +377,7 @@ void backward(const QueryTensors& x, const InputRows& key, const InputRows& valu
     Buffer<T> data(Gradients<T>::size(columns, value_columns)), value_key(columns * value_columns);
     const Gradients<T> gradients(data.data(), columns, value_columns);
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
-      const Keys<T> keys(key, value, key_weight, heavy, batch_head, static_cast<T>(scale));
+      const Keys<T> keys(key, value, key_weight, shift, heavy, batch_head, static_cast<T>(scale));
       const Transposes<T> transposes(keys);
       sum_parts(N, kTileQueries, Gradients<T>::size(columns, value_columns), data.data(), [&](Range rows, T* sums) {
         const Gradients<T> to(sums, columns, value_columns);
@@ -414,10 +419,10 @@ void check_places(const Tensor& heavy, int64_t num_keys) {
 }
 
 std::tuple<Tensor, Tensor> first_order_attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                     const Tensor& key_weight, const Tensor& heavy,
-                                                     const Tensor& remainder, const Tensor& remainder_total,
-                                                     double scale) {
-  check_first_order(query, key, value, key_weight, heavy, scale);
+                                                     const Tensor& key_weight, const Tensor& shift,
+                                                     const Tensor& heavy, const Tensor& remainder,
+                                                     const Tensor& remainder_total, double scale) {
+  check_first_order(query, key, value, key_weight, shift, heavy, scale);
   check_output(remainder, "remainder", query, value, length_dtype(query));
   check_row_numbers(remainder_total, "remainder_total", query);
   check_places(heavy, key.size(2));
@@ -426,7 +431,7 @@ std::tuple<Tensor, Tensor> first_order_attention_cpu(const Tensor& query, const 
   Tensor total = empty_row_numbers(query);
   if (B * H * N == 0) return {out, total};
   dispatch_accumulator(query, [&](auto accumulator) {
-    forward<decltype(accumulator)>(InputRows(query), InputRows(key), InputRows(value), key_weight, heavy,
+    forward<decltype(accumulator)>(InputRows(query), InputRows(key), InputRows(value), key_weight, shift, heavy,
                                    InputRows(remainder), remainder_total, scale, OutputRows(out), total);
   });
   return {out, total};
@@ -434,8 +439,8 @@ std::tuple<Tensor, Tensor> first_order_attention_cpu(const Tensor& query, const 
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> first_order_attention_backward_cpu(
     const Tensor& grad, const Tensor& out, const Tensor& total, const Tensor& query, const Tensor& key,
-    const Tensor& value, const Tensor& key_weight, const Tensor& heavy, double scale) {
-  check_first_order(query, key, value, key_weight, heavy, scale);
+    const Tensor& value, const Tensor& key_weight, const Tensor& shift, const Tensor& heavy, double scale) {
+  check_first_order(query, key, value, key_weight, shift, heavy, scale);
   check_output(grad, "grad", query, value, query.scalar_type());
   check_output(out, "out", query, value, query.scalar_type());
   check_row_numbers(total, "total", query);
@@ -453,7 +458,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> first_order_attention
                                OutputRows(grad_query), OutputRows(grad_remainder),
                                grad_remainder_total};
     dispatch_accumulator(query, [&](auto accumulator) {
-      backward<decltype(accumulator)>(queries, InputRows(key), InputRows(value), key_weight, heavy, scale,
+      backward<decltype(accumulator)>(queries, InputRows(key), InputRows(value), key_weight, shift, heavy, scale,
                                       OutputRows(grad_key), OutputRows(grad_value), grad_weight);
     });
   }

@@ -9,32 +9,46 @@ namespace {
 constexpr int64_t kFewPairs = 16;
 // the longest list
 constexpr int64_t kListedPairs = 256;
-// the smallest logarithm of a weight that counts
+// the smallest logarithm of a weight that counts, less what a shift adds
 constexpr float kMinLogarithm = -87;
 
-// exp(x) - 1 - x; slope is what it has in x
-YOSO_INLINE double remainder(double x, double& slope) {
-  const double less_one = std::expm1(std::min<double>(x, kMaxLogarithm));
-  slope = x < kMaxLogarithm ? less_one : -1;
-  return less_one - x;
+// How products of rows become weights: these are divided by 2^shift.
+template <class T>
+struct Exponent {
+  T scale, unit, least, most;
+  int32_t shift;
+
+  Exponent(double scale, int32_t shift)
+      : scale(static_cast<T>(scale)),
+        unit(std::ldexp(T{1}, -shift)),
+        least(kMinLogarithm + static_cast<T>(kLog2) * shift),
+        most(kMaxLogarithm + static_cast<T>(kLog2) * shift),
+        shift(shift) {}
+};
+
+// (exp(x) - 1 - x) / 2^shift; slope is what it has in x
+YOSO_INLINE double remainder(double x, const Exponent<double>& exponent, double& slope) {
+  const double less_one = std::expm1(std::min(x, exponent.most));
+  slope = exponent.unit * (x < exponent.most ? less_one : -1);
+  return exponent.unit * (less_one - x);
 }
 
 // By 2^n exp(f), with exp(f) - 1 - f as a series: where n is 0, nothing cancels.
 template <class X>
-YOSO_INLINE X remainder(X x, X& slope) {
-  constexpr float kMost = kMaxLogarithm;
-  const X least = x < kMinLogarithm ? X{} + kMinLogarithm : x;
+YOSO_INLINE X remainder(X x, const Exponent<float>& exponent, X& slope) {
+  const float unit = exponent.unit;
+  const X least = x < exponent.least ? X{} + exponent.least : x;
   X f;
-  const X power = power_of_two(least > kMost ? X{} + kMost : least, f);
+  const X power = power_of_two(least > exponent.most ? X{} + exponent.most : least, f, exponent.shift);
   X series = X{} + 1.0f / 5040;
   series = series * f + 1.0f / 720;
   series = series * f + 1.0f / 120;
   series = series * f + 1.0f / 24;
   series = series * f + 1.0f / 6;
   series = series * f + 0.5f;
-  const X beyond = power * (f * f * series), first = power * f, less_one = power - 1.0f;
-  slope = x < kMost ? less_one + first + beyond : X{} - 1.0f;
-  return beyond + (less_one + (first - x));
+  const X beyond = power * (f * f * series), first = power * f, less_one = power - unit;
+  slope = x < exponent.most ? less_one + first + beyond : X{} - unit;
+  return beyond + (less_one + (first - unit * x));
 }
 
 // The numbers of a tile's pairs.
@@ -51,7 +65,7 @@ struct Tile {
 // Turns cosines into weights: the remainder of scale x products, times share, over the probability that a pair shares
 // a bucket. Where `with_slopes`, slopes get what the weights have in the products.
 template <class V, bool with_slopes, class T>
-YOSO_INLINE void weigh(Tile<T>& tile, int64_t size, int64_t tau, T scale, T share) {
+YOSO_INLINE void weigh(Tile<T>& tile, int64_t size, int64_t tau, const Exponent<T>& exponent, T share) {
   using X = Numbers<V>;
   for (int64_t i = 0; i < size; i += kNumbers<V>) {
     const X left = angle_complement(load_numbers<X>(tile.weights + i)), angle = 1 - left;
@@ -64,8 +78,9 @@ YOSO_INLINE void weigh(Tile<T>& tile, int64_t size, int64_t tau, T scale, T shar
     }
     X slope;
     const X factor = share / (left_power + angle_power);
-    store_numbers(tile.weights + i, factor * remainder(scale * load_numbers<X>(tile.products + i), slope));
-    if constexpr (with_slopes) store_numbers(tile.slopes + i, factor * scale * slope);
+    const X logarithm = exponent.scale * load_numbers<X>(tile.products + i);
+    store_numbers(tile.weights + i, factor * remainder(logarithm, exponent, slope));
+    if constexpr (with_slopes) store_numbers(tile.slopes + i, factor * exponent.scale * slope);
   }
 }
 
@@ -123,7 +138,8 @@ struct RemainderNumbers {
 template <class V, bool backward, class Sizes, class T, class A>
 YOSO_INLINE void add_tile(Sizes sizes, RemainderRows<T>& queries, const int32_t* query_order, int64_t nq,
                           RemainderRows<T>& keys, const int32_t* key_order, int64_t nk,
-                          const RemainderNumbers<T>& numbers, int64_t tau, T scale, T share, Tile<T>& tile, A& ahead) {
+                          const RemainderNumbers<T>& numbers, int64_t tau, const Exponent<T>& exponent, T share,
+                          Tile<T>& tile, A& ahead) {
   const auto D = sizes.columns, Dv = sizes.value_columns;
   const PickedRows<T> query{queries.rows.data(), queries.stride, query_order};
   const PickedRows<T> key{keys.rows.data(), keys.stride, key_order};
@@ -145,7 +161,7 @@ YOSO_INLINE void add_tile(Sizes sizes, RemainderRows<T>& queries, const int32_t*
     for (int64_t k = 0; k < stride; ++k) tile.weights[q * stride + k] = products[k] * inverse * tile.inverse[k];
   }
   for (int64_t i = nq * stride; i < size; ++i) tile.products[i] = tile.weights[i] = 0;
-  weigh<V, backward>(tile, size, tau, scale, share);
+  weigh<V, backward>(tile, size, tau, exponent, share);
   if constexpr (!backward) {
     for (int64_t q = 0; q < nq; ++q) {
       T* weights = tile.weights + q * stride;
@@ -213,7 +229,7 @@ YOSO_INLINE void multiply_pairs(int64_t columns, const T* queries, int64_t query
 template <class V, bool backward, class Sizes, class T>
 YOSO_INLINE void add_listed_pairs(Sizes sizes, RemainderRows<T>& queries, int32_t* query_of, RemainderRows<T>& keys,
                                   int32_t* key_of, int64_t count, const RemainderNumbers<T>& numbers, int64_t tau,
-                                  T scale, T share, Tile<T>& tile) {
+                                  const Exponent<T>& exponent, T share, Tile<T>& tile) {
   constexpr int64_t L = kLanes<V>;
   const auto D = sizes.columns, Dv = sizes.value_columns;
   if (count == 0) return;
@@ -226,7 +242,7 @@ YOSO_INLINE void add_listed_pairs(Sizes sizes, RemainderRows<T>& queries, int32_
   multiply_pairs<V>(D, query_rows, query_stride, query_of, key_rows, key_stride, key_of, size, tile.products);
   for (int64_t p = 0; p < size; ++p)
     tile.weights[p] = tile.products[p] * queries.inverse[query_of[p]] * keys.inverse[key_of[p]];
-  weigh<V, backward>(tile, size, tau, scale, share);
+  weigh<V, backward>(tile, size, tau, exponent, share);
   if constexpr (backward)
     multiply_pairs<V>(Dv, query_rows + D, query_stride, query_of, key_rows + D, key_stride, key_of, size,
                       tile.products);
@@ -262,13 +278,13 @@ YOSO_INLINE int64_t chance(int64_t bucket, int64_t hash) {
 template <class V, bool backward, class Sizes, class T>
 YOSO_INLINE void add_buckets(Sizes sizes, RemainderRows<T>& queries, RemainderRows<T>& keys,
                              const RemainderNumbers<T>& numbers, int64_t num_hash, int64_t hash, int64_t begin,
-                             int64_t end, int64_t tau, T scale, Tile<T>& tile, int32_t* listed) {
+                             int64_t end, int64_t tau, const Exponent<T>& exponent, Tile<T>& tile, int32_t* listed) {
   const int32_t *query_ends = queries.buckets.ends(hash), *key_ends = keys.buckets.ends(hash);
   const int32_t *query_order = queries.buckets.order(hash), *key_order = keys.buckets.order(hash);
   const int64_t num_shared = shared_buckets(query_ends, key_ends, begin, end, listed);
   alignas(64) int32_t query_of[kListedPairs + kFewPairs], key_of[kListedPairs + kFewPairs];
   const auto add_pairs = [&](int64_t num_pairs) YOSO_INLINE_LAMBDA {
-    add_listed_pairs<V, backward>(sizes, queries, query_of, keys, key_of, num_pairs, numbers, tau, scale,
+    add_listed_pairs<V, backward>(sizes, queries, query_of, keys, key_of, num_pairs, numbers, tau, exponent,
                                   T{1} / num_hash, tile);
   };
   int64_t num_pairs = 0, count = 0;
@@ -314,8 +330,8 @@ YOSO_INLINE void add_buckets(Sizes sizes, RemainderRows<T>& queries, RemainderRo
         for (int64_t k = 0; k < nk; ++k) tile.part[k] = met[part + k * parts];
         met = tile.part;
       }
-      add_tile<V, backward>(sizes, queries, query_order + first_q + q, nq, keys, met, nk, numbers, tau, scale, share,
-                            tile, ahead);
+      add_tile<V, backward>(sizes, queries, query_order + first_q + q, nq, keys, met, nk, numbers, tau, exponent,
+                            share, tile, ahead);
     }
     while (ahead.queries_left + ahead.keys_left > 0) ahead();
   }
@@ -331,14 +347,15 @@ using FixedSizes = RemainderSizes<std::integral_constant<int64_t, columns>>;
 
 template <bool backward, class T>
 void add_buckets(RemainderRows<T>& queries, RemainderRows<T>& keys, const RemainderNumbers<T>& numbers,
-                 int64_t num_hash, int64_t hash, int64_t begin, int64_t end, int64_t tau, T scale) {
+                 int64_t num_hash, int64_t hash, int64_t begin, int64_t end, int64_t tau,
+                 const Exponent<T>& exponent) {
   const std::unique_ptr<Tile<T>> tile(new Tile<T>);
   Buffer<int32_t> listed(queries.buckets.table_size);
   const int64_t D = queries.columns, Dv = queries.value_columns;
   vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
     using V = Vector<T, bytes()>;
     const auto add = [&](auto sizes) YOSO_INLINE_LAMBDA {
-      add_buckets<V, backward>(sizes, queries, keys, numbers, num_hash, hash, begin, end, tau, scale, *tile,
+      add_buckets<V, backward>(sizes, queries, keys, numbers, num_hash, hash, begin, end, tau, exponent, *tile,
                                listed.data());
     };
     if constexpr (sizeof(T) < 8) {
@@ -352,7 +369,7 @@ void add_buckets(RemainderRows<T>& queries, RemainderRows<T>& keys, const Remain
 // What the operators get; the last two are the backward's.
 struct Inputs {
   InputRows query, key, value;
-  Tensor key_weight, query_codes, key_codes;
+  Tensor key_weight, shift, query_codes, key_codes;
   std::optional<InputRows> grad;
   std::optional<Tensor> grad_total;
 };
@@ -383,6 +400,7 @@ void for_buckets(const Inputs& x, int64_t tau, double scale, std::optional<Tenso
     RemainderRows<T> queries(N, D, Dv, query_stride, m, table_size), keys(M, D, Dv, key_stride, m, table_size);
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
       const int64_t batch = batch_head / H, head = batch_head % H;
+      const Exponent<T> exponent(scale, static_cast<const int32_t*>(x.shift.const_data_ptr())[batch_head]);
       RemainderNumbers<T> numbers{key_weight + batch_head * M};
       if constexpr (backward) {
         numbers.grad_total = grad_total + batch_head * N;
@@ -416,8 +434,7 @@ void for_buckets(const Inputs& x, int64_t tau, double scale, std::optional<Tenso
         parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
           add_buckets<backward, T>(queries, keys, numbers, m, hash,
                                    first_bucket(queries.buckets, keys.buckets, hash, first, threads),
-                                   first_bucket(queries.buckets, keys.buckets, hash, last, threads), tau,
-                                   static_cast<T>(scale));
+                                   first_bucket(queries.buckets, keys.buckets, hash, last, threads), tau, exponent);
         });
       parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
@@ -435,14 +452,15 @@ void for_buckets(const Inputs& x, int64_t tau, double scale, std::optional<Tenso
 }
 
 std::tuple<Tensor, Tensor> sampled_remainder_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                 const Tensor& key_weight, const Tensor& query_codes,
-                                                 const Tensor& key_codes, int64_t hash_code_len, double scale) {
-  check_sampled_remainder(query, key, value, key_weight, query_codes, key_codes, hash_code_len, scale);
+                                                 const Tensor& key_weight, const Tensor& shift,
+                                                 const Tensor& query_codes, const Tensor& key_codes,
+                                                 int64_t hash_code_len, double scale) {
+  check_sampled_remainder(query, key, value, key_weight, shift, query_codes, key_codes, hash_code_len, scale);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
   Tensor out = on_huge_pages(empty_heads_last(key_weight, B, H, N, value.size(3)));
   Tensor total = empty_row_numbers(query);
   if (B * H * N == 0) return {out, total};
-  const Inputs x{InputRows(query), InputRows(key), InputRows(value), key_weight, query_codes, key_codes, {}, {}};
+  const Inputs x{InputRows(query), InputRows(key), InputRows(value), key_weight, shift, query_codes, key_codes, {}, {}};
   const OutputRows out_rows(out);
   dispatch_accumulator(query, [&](auto accumulator) {
     dispatch_codes(query_codes, [&](auto code) {
@@ -460,9 +478,9 @@ std::tuple<Tensor, Tensor> sampled_remainder_cpu(const Tensor& query, const Tens
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cpu(
     const Tensor& grad, const Tensor& grad_total, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& key_weight, const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
-    double scale) {
-  check_sampled_remainder_backward(grad, grad_total, query, key, value, key_weight, query_codes, key_codes,
+    const Tensor& key_weight, const Tensor& shift, const Tensor& query_codes, const Tensor& key_codes,
+    int64_t hash_code_len, double scale) {
+  check_sampled_remainder_backward(grad, grad_total, query, key, value, key_weight, shift, query_codes, key_codes,
                                    hash_code_len, scale);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
   Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
@@ -470,7 +488,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cpu(
   Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
   Tensor grad_weight = empty_row_numbers(key);
   if (B * H * (N + M) == 0) return {grad_query, grad_key, grad_value, grad_weight};
-  const Inputs x{InputRows(query), InputRows(key), InputRows(value), key_weight,
+  const Inputs x{InputRows(query), InputRows(key), InputRows(value), key_weight, shift,
                  query_codes,      key_codes,      InputRows(grad),  grad_total};
   const OutputRows to_query(grad_query), to_key(grad_key), to_value(grad_value);
   dispatch_accumulator(query, [&](auto accumulator) {

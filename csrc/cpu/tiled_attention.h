@@ -90,26 +90,27 @@ YOSO_INLINE X angle_complement(X x) {
   return x < 0 ? angle : 1.0f - angle;
 }
 
-// 2^n, with n the integer next to x / log(2), for x between -88 and 88; rest is what x has beyond n log(2).
+// 2^(n - shift), with n the integer next to x / log(2), for x between -88 and 88 more than shift log(2); rest is what x
+// has beyond n log(2).
 template <class X>
-YOSO_INLINE X power_of_two(X x, X& rest) {
+YOSO_INLINE X power_of_two(X x, X& rest, int32_t shift = 0) {
   // added to a small number it rounds that to an integer, which the lowest bits of the sum hold
   constexpr float kRounds = 0x1.8p23f;
   using Bits = typename BitsOf<X>::type;
   const X rounded = x * static_cast<float>(M_LOG2E) + kRounds, n = rounded - kRounds;
   // log(2) in two parts, of which the product with the first is exact
   rest = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  return __builtin_bit_cast(X, (__builtin_bit_cast(Bits, rounded) << 23) + (127u << 23));
+  return __builtin_bit_cast(X, (__builtin_bit_cast(Bits, rounded) << 23) + (static_cast<uint32_t>(127 - shift) << 23));
 }
 
-YOSO_INLINE double exponential(double x) { return std::exp(x); }
+YOSO_INLINE double exponential(double x, int32_t shift = 0) { return std::exp(x) * std::ldexp(1.0, -shift); }
 
-// exp(x) for x < 88; 0 below float's normal range.
+// exp(x) / 2^shift, below 2^126; 0 below float's normal range.
 template <class X>
-YOSO_INLINE X exponential(X x) {
-  constexpr float kSmallest = -87.25f;
+YOSO_INLINE X exponential(X x, int32_t shift = 0) {
+  const float smallest = -87.25f + static_cast<float>(kLog2) * shift;
   X f;
-  const X power = power_of_two(x < kSmallest ? X{} + kSmallest : x, f);
+  const X power = power_of_two(x < smallest ? X{} + smallest : x, f, shift);
   // a minimax fit of exp(f) for f up to log(2) / 2, with a relative error of 1e-7
   X series = X{} + 0.00829031478f;
   series = series * f + 0.0418979308f;
@@ -117,7 +118,7 @@ YOSO_INLINE X exponential(X x) {
   series = series * f + 0.499991502f;
   series = series * f + 0.999999745f;
   series = series * f + 1.0f;
-  return x < kSmallest ? X{} : power * series;
+  return x < smallest ? X{} : power * series;
 }
 
 // What weights are computed in: vectors of float32, and one float64 after the other.

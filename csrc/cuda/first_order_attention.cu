@@ -3,8 +3,10 @@
 //
 // What queries meet of a head's light keys is one matrix, the sum over these of (key, 1)^T w (value, 1), with w a key's
 // weight; what light keys meet of the queries is the sum of (query, 1)^T (gradient, gradient of the weights' sum). In
-// both, the rows but the last are multiplied by scale. All products are of tiles in shared memory, in float32 (float64
-// for float64) whatever the dtype: 16 bits would be too few for factors that are sums.
+// both, the rows but the last are multiplied by scale, and all are divided by the head's 2^shift. All products are of
+// tiles in shared memory, in float32 (float64 for float64) whatever the dtype: 16 bits would be too few for factors that
+// are sums.
+#include "exponential.h"
 #include "tile_products.h"
 
 namespace yoso {
@@ -47,6 +49,8 @@ struct Problem {
   int64_t heads, queries, keys, num_heavy;
   T scale;
   const T* key_weight;
+  // [B * H]
+  const int32_t* shift;
   // the heavy keys' places
   const int64_t* heavy;
 };
@@ -151,16 +155,18 @@ __global__ void __launch_bounds__(kThreads, 3)
   if (tile == 0 && threadIdx.x == 0) sums.at(place, sums.rows)[sums.columns] = corner;
 }
 
-// Adds up a head's parts; all rows but the last are multiplied by scale.
+// Adds up a head's parts; all rows but the last are multiplied by scale, and where there is a shift, all are divided by
+// 2^shift.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    add_parts_kernel(Sums<T> parts, int64_t num_parts, T scale, int64_t all_rows, Sums<T> sums) {
+__global__ void __launch_bounds__(kThreads) add_parts_kernel(Sums<T> parts, int64_t num_parts, T scale,
+                                                             const int32_t* shift, int64_t all_rows, Sums<T> sums) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x, row = i / (sums.columns + 1);
   if (row >= all_rows) return;
   const int64_t head = row / (sums.rows + 1);
   const int32_t row_of_head = row % (sums.rows + 1), column = i % (sums.columns + 1);
   T sum = 0;
   for (int64_t part = 0; part < num_parts; ++part) sum += parts.at(head * num_parts + part, row_of_head)[column];
+  if (shift != nullptr) sum *= unit_of<T>(shift[head]);
   sums.at(head, row_of_head)[column] = row_of_head < sums.rows ? sum * scale : sum;
 }
 
@@ -216,8 +222,9 @@ __global__ void __launch_bounds__(kThreads, 3)
   if (p.num_heavy > 0) {
     multiply_heavy(shared, query, first, p.queries, key, head, p, weights);
     load_heavy_weights(head, p, heavy_weights);
+    const Exponential<T> exponential(p.shift[head.both]);
     for_elements<kMyRows>([&](int r, int c) {
-      weights[r][c] = heavy_weights[c] * exp(min(p.scale * weights[r][c], static_cast<T>(kMaxLogarithm)));
+      weights[r][c] = heavy_weights[c] * exponential(p.scale * weights[r][c]);
       row_total[r] += weights[r][c];
     });
     __syncthreads();
@@ -303,14 +310,14 @@ __global__ void __launch_bounds__(kThreads, 2)
       Elements<T, kMyRows> logarithms = {}, products = {};
       multiply_heavy(shared, query, first, end, key, head, p, logarithms);
       multiply_heavy(shared, grad, first, end, value, head, p, products);
-      const T most = kMaxLogarithm;
+      const Exponential<T> exponential(p.shift[head.both]);
       for_elements<kMyRows>([&](int r, int c) {
-        const T logarithm = p.scale * logarithms[r][c], exponential = exp(min(logarithm, most));
-        const T product = exponential * (products[r][c] + grad_totals[r]);
+        const T logarithm = p.scale * logarithms[r][c], weight = exponential(logarithm);
+        const T product = weight * (products[r][c] + grad_totals[r]);
         // of rows past the last, all factors are 0
         weight_sums[c] += product;
-        logarithms[r][c] = heavy_weights[c] * exponential;
-        products[r][c] = logarithm < most ? p.scale * heavy_weights[c] * product : 0;
+        logarithms[r][c] = heavy_weights[c] * weight;
+        products[r][c] = exponential.follows(logarithm) ? p.scale * heavy_weights[c] * product : 0;
       });
       if (start < query.columns) {
         __syncthreads();
@@ -459,7 +466,7 @@ class FirstOrder {
   using T = Accumulator<In>;
 
   FirstOrder(const Device& device, const Tensor& query, const Tensor& key, const Tensor& value,
-             const Tensor& key_weight, const Tensor& heavy, double scale)
+             const Tensor& key_weight, const Tensor& shift, const Tensor& heavy, double scale)
       : device_(device),
         key_weight_(key_weight),
         query_(source_of<In>(query)),
@@ -472,6 +479,7 @@ class FirstOrder {
            heavy.size(2),
            static_cast<T>(scale),
            static_cast<const T*>(key_weight.const_data_ptr()),
+           static_cast<const int32_t*>(shift.const_data_ptr()),
            static_cast<const int64_t*>(heavy.const_data_ptr())},
         light_(empty_row_numbers(key)) {
     const int64_t all_keys = all_heads_ * p_.keys;
@@ -516,7 +524,7 @@ class FirstOrder {
            data(grad_weight));
     // over what was written as if they were light
     const Memory heavy = heavy_sums(all_heads_);
-    add_parts(heavy_parts, parts, 1, heavy);
+    add_parts(heavy_parts, parts, 1, nullptr, heavy);
     const int64_t heavy_rows = all_heads_ * p_.num_heavy;
     launch(device_, store_heavy_kernel<In>, divide_up(heavy_rows * (heavy.sums.columns + 1), kThreads), kThreads, 0, p_,
            heavy.sums, key_.columns, heavy_rows, mutable_rows_of<In>(grad_key), mutable_rows_of<In>(grad_value),
@@ -548,14 +556,14 @@ class FirstOrder {
            all_heads_ * parts.count * std::max(tiles_of(rows.columns), 1) * std::max(tiles_of(factors.columns), 1),
            kThreads, kSharedBytes, rows, factors, numbers(row_numbers), p_.heads, count, parts, each.sums);
     const Memory sums(key_weight_, all_heads_, rows.columns, factors.columns);
-    add_parts(each, parts, p_.scale, sums);
+    add_parts(each, parts, p_.scale, p_.shift, sums);
     return sums;
   }
 
-  void add_parts(const Memory& each, const Parts& parts, T scale, const Memory& to) const {
+  void add_parts(const Memory& each, const Parts& parts, T scale, const int32_t* shift, const Memory& to) const {
     const int64_t all_rows = all_heads_ * (to.sums.rows + 1);
     launch(device_, add_parts_kernel<T>, divide_up(all_rows * (to.sums.columns + 1), kThreads), kThreads, 0, each.sums,
-           parts.count, scale, all_rows, to.sums);
+           parts.count, scale, shift, all_rows, to.sums);
   }
 
   const Device& device_;
@@ -568,10 +576,10 @@ class FirstOrder {
 };
 
 std::tuple<Tensor, Tensor> first_order_attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                      const Tensor& key_weight, const Tensor& heavy,
-                                                      const Tensor& remainder, const Tensor& remainder_total,
-                                                      double scale) {
-  check_first_order(query, key, value, key_weight, heavy, scale);
+                                                      const Tensor& key_weight, const Tensor& shift,
+                                                      const Tensor& heavy, const Tensor& remainder,
+                                                      const Tensor& remainder_total, double scale) {
+  check_first_order(query, key, value, key_weight, shift, heavy, scale);
   check_output(remainder, "remainder", query, value, length_dtype(query));
   check_row_numbers(remainder_total, "remainder_total", query);
   const Device device(value);
@@ -579,7 +587,7 @@ std::tuple<Tensor, Tensor> first_order_attention_cuda(const Tensor& query, const
   Tensor total = empty_row_numbers(query);
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value), dense_rows(remainder)};
   dispatch_wide(query, [&](auto element) {
-    FirstOrder<decltype(element)>(device, rows[0], rows[1], rows[2], key_weight, heavy, scale)
+    FirstOrder<decltype(element)>(device, rows[0], rows[1], rows[2], key_weight, shift, heavy, scale)
         .forward(rows[3], remainder_total, out, total);
   });
   return {out, total};
@@ -587,8 +595,8 @@ std::tuple<Tensor, Tensor> first_order_attention_cuda(const Tensor& query, const
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> first_order_attention_backward_cuda(
     const Tensor& grad, const Tensor& out, const Tensor& total, const Tensor& query, const Tensor& key,
-    const Tensor& value, const Tensor& key_weight, const Tensor& heavy, double scale) {
-  check_first_order(query, key, value, key_weight, heavy, scale);
+    const Tensor& value, const Tensor& key_weight, const Tensor& shift, const Tensor& heavy, double scale) {
+  check_first_order(query, key, value, key_weight, shift, heavy, scale);
   check_output(grad, "grad", query, value, query.scalar_type());
   check_output(out, "out", query, value, query.scalar_type());
   check_row_numbers(total, "total", query);
@@ -602,7 +610,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> first_order_attention
   Tensor grad_remainder_total = empty_row_numbers(query);
   const Tensor rows[] = {dense_rows(grad), dense_rows(out), dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_wide(query, [&](auto element) {
-    FirstOrder<decltype(element)>(device, rows[2], rows[3], rows[4], key_weight, heavy, scale)
+    FirstOrder<decltype(element)>(device, rows[2], rows[3], rows[4], key_weight, shift, heavy, scale)
         .backward(rows[0], rows[1], total, grad_query, grad_key, grad_value, grad_weight, grad_remainder,
                   grad_remainder_total);
   });

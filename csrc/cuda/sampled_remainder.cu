@@ -4,6 +4,7 @@
 // with a lane for each hash function, and then taken some rows at a time, however few a bucket has. Rows are taken in
 // the order of the first hash function's buckets: those that meet the same rows find them in the same cache.
 #include "angles.h"
+#include "exponential.h"
 #include "rows.h"
 #include "sort.h"
 
@@ -44,6 +45,8 @@ struct Sizes {
   int32_t first, H, num_hash, hash_code_len, D, Dv, table_size;
   bool wide_codes;
   double scale;
+  // [B * H]
+  const int32_t* shift;
 };
 
 // What is added up: of queries the output, or their gradient; or the gradients of keys, of values and of keys' weights.
@@ -176,12 +179,12 @@ __device__ __forceinline__ T sum_of_group(const T (&numbers)[kSteps]) {
   return sums[0];
 }
 
-// exp(x) - 1 - x, and its slope; both follow exp up to kMaxLogarithm.
+// (exp(x) - 1 - x) / 2^shift, with unit for 2^-shift, and its slope; both follow exp up to the largest logarithm.
 template <class T>
 struct Remainder {
   T value, slope;
 
-  __device__ __forceinline__ explicit Remainder(T x) {
+  __device__ __forceinline__ Remainder(T x, const Exponential<T>& exponential, T unit) {
     if (fabs(x) < 1) {
       // Taylor's, up to the power whose term is below a rounding
       constexpr int kPower = sizeof(T) == 8 ? 18 : 11;
@@ -192,12 +195,12 @@ struct Remainder {
         sum = sum * x + static_cast<T>(coefficient);
         coefficient *= power;
       }
-      value = sum * x * x;
-      slope = value + x;
+      value = unit * (sum * x * x);
+      slope = value + unit * x;
     } else {
-      slope = exp(x < kMaxLogarithm ? x : kMaxLogarithm) - 1;
-      value = slope - x;
-      if (!(x < kMaxLogarithm)) slope = -1;
+      slope = exponential(x) - unit;
+      value = slope - unit * x;
+      if (!exponential.follows(x)) slope = -unit;
     }
   }
 };
@@ -264,6 +267,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned, task>)
   const auto* met_others = met.others.at(batch, head_of_batch, 0) + (other_columns > 0 ? column : 0);
   const Numbers<T>* all_met_numbers = met.numbers + int64_t{batch_head} * met.count;
   const T scale = static_cast<T>(sizes.scale);
+  const Exponential<T> exponential(sizes.shift[batch_head]);
+  const T unit = unit_of<T>(sizes.shift[batch_head]);
 
   T my_row[kLaneColumns], my_other[kLaneColumns] = {};
   {
@@ -360,7 +365,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<In, aligned, task>)
           probability_of(product * my_numbers.inverse_length * taken.numbers.inverse_length, sizes.hash_code_len);
       const T share = static_cast<T>(taken.parts) / (sizes.num_hash * probability);
       const T key_weight = of_keys ? my_numbers.other : taken.numbers.other;
-      const Remainder<T> remainder(scale * product);
+      const Remainder<T> remainder(scale * product, exponential, unit);
       const T weight = share * remainder.value;
       // factors of the rows that are met, and of 1
       T by_row = 0, by_other = weight * key_weight, by_one = by_other;
@@ -432,8 +437,8 @@ class Remainders {
   using T = Accumulator<In>;
 
   Remainders(const Device& device, const Tensor* grad, const Tensor* grad_total, const Tensor& query,
-             const Tensor& key, const Tensor& value, const Tensor& key_weight, const Tensor& query_codes,
-             const Tensor& key_codes, int64_t hash_code_len, double scale)
+             const Tensor& key, const Tensor& value, const Tensor& key_weight, const Tensor& shift,
+             const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len, double scale)
       : device_(device), query_codes_(query_codes), key_codes_(key_codes),
         heads_(count_of(query.size(0) * query.size(1), "heads")), columns_(std::max(query.size(3), value.size(3))),
         query_numbers_(numbers_of(query, grad_total)), key_numbers_(numbers_of(key, &key_weight)) {
@@ -446,7 +451,8 @@ class Remainders {
               .Dv = static_cast<int32_t>(value.size(3)),
               .table_size = int32_t{1} << (hash_code_len - 1),
               .wide_codes = query_codes.scalar_type() == ScalarType::Int,
-              .scale = scale};
+              .scale = scale,
+              .shift = static_cast<const int32_t*>(shift.const_data_ptr())};
     queries_ = side_of<T>(query, grad, query_numbers_, query_codes);
     keys_ = side_of<In>(key, &value, key_numbers_, key_codes);
     aligned_ = sizes_.D > 0 && sizes_.Dv > 0 && aligned(queries_.rows, sizes_.D) && aligned(keys_.rows, sizes_.D) &&
@@ -547,16 +553,17 @@ class Remainders {
 };
 
 std::tuple<Tensor, Tensor> sampled_remainder_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                  const Tensor& key_weight, const Tensor& query_codes,
-                                                  const Tensor& key_codes, int64_t hash_code_len, double scale) {
-  check_sampled_remainder(query, key, value, key_weight, query_codes, key_codes, hash_code_len, scale);
+                                                  const Tensor& key_weight, const Tensor& shift,
+                                                  const Tensor& query_codes, const Tensor& key_codes,
+                                                  int64_t hash_code_len, double scale) {
+  check_sampled_remainder(query, key, value, key_weight, shift, query_codes, key_codes, hash_code_len, scale);
   const Device device(value);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
   Tensor out = empty_heads_last(key_weight, B, H, N, value.size(3));
   Tensor total = empty_row_numbers(query);
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_wide(query, [&](auto element) {
-    Remainders<decltype(element)>(device, nullptr, nullptr, rows[0], rows[1], rows[2], key_weight, query_codes,
+    Remainders<decltype(element)>(device, nullptr, nullptr, rows[0], rows[1], rows[2], key_weight, shift, query_codes,
                                   key_codes, hash_code_len, scale)
         .forward(out, total);
   });
@@ -565,9 +572,9 @@ std::tuple<Tensor, Tensor> sampled_remainder_cuda(const Tensor& query, const Ten
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cuda(
     const Tensor& grad, const Tensor& grad_total, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& key_weight, const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
-    double scale) {
-  check_sampled_remainder_backward(grad, grad_total, query, key, value, key_weight, query_codes, key_codes,
+    const Tensor& key_weight, const Tensor& shift, const Tensor& query_codes, const Tensor& key_codes,
+    int64_t hash_code_len, double scale) {
+  check_sampled_remainder_backward(grad, grad_total, query, key, value, key_weight, shift, query_codes, key_codes,
                                    hash_code_len, scale);
   const Device device(value);
   const int64_t B = query.size(0), H = query.size(1), M = key.size(2);
@@ -577,8 +584,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cuda(
   Tensor grad_weight = empty_row_numbers(key);
   const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_wide(query, [&](auto element) {
-    Remainders<decltype(element)>(device, &rows[0], &grad_total, rows[1], rows[2], rows[3], key_weight, query_codes,
-                                  key_codes, hash_code_len, scale)
+    Remainders<decltype(element)>(device, &rows[0], &grad_total, rows[1], rows[2], rows[3], key_weight, shift,
+                                  query_codes, key_codes, hash_code_len, scale)
         .backward(grad_query, grad_key, grad_value, grad_weight);
   });
   return {grad_query, grad_key, grad_value, grad_weight};

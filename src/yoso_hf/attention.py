@@ -21,7 +21,7 @@ from .ops import (
     sampled_remainder,
     softmax_attention,
 )
-from .reference import less_masked, real_rows
+from .reference import MAX_LOGARITHM, MAX_SHIFT, less_masked, real_rows
 
 HAS_CPU_KERNELS, HAS_CUDA_KERNELS = (name in compiled_backends() for name in ("cpu", "cuda"))
 HAS_AMX = cpu_uses_amx()
@@ -174,12 +174,13 @@ def yoso_attention(
             on a CPU with compiled kernels. Where sampled, queries are taken less their mean over the sequence, and
             keys less one of theirs, as softmax does not notice what all keys share, and what the queries share is a
             weight of each key, exp(scale mean of queries . key). That one is exact, and what is left is exp, up to
-            exp(60): exact for the 64 keys of the largest weight, and for the others 1 plus the dot product, exact,
+            exp(120): exact for the 64 keys of the largest weight, and for the others 1 plus the dot product, exact,
             plus an estimate of the rest, from the pairs whose codes agree in all bits or in none. Its expectation
             does not depend on hash_code_len: shorter codes are less noisy, and take longer. A query that avoids, by
             far more than 60 in the exponent, a key that most queries agree on, has no weight that float32 can hold,
-            and gets zero. With N = M, masked positions are no queries there. Needs normalization="sum" and, where
-            sampled, one hash_code_len, backward="sampled" and no local_window.
+            and gets zero; in a head with exponents beyond 60, by 60 less as much, but at least 25. With N = M, masked
+            positions are no queries there. Needs normalization="sum" and, where sampled, one hash_code_len,
+            backward="sampled" and no local_window.
         local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are
             sampled: the same expectation with less noise, at a cost of O(N local_window). Needs N = M. 0: none, not
             even a position with itself. Nothing changes where the expectation is computed.
@@ -373,9 +374,22 @@ def _sampled_softmax(
     query_codes = functions.codes(query.detach(), None if real_queries is None else key_mask)
     key_codes = functions.codes(key.detach(), key_mask)
     rows = query.to(dtype), key.to(dtype), value
-    remainder = sampled_remainder(*rows, light, query_codes, key_codes, length, scale)
-    out, _ = first_order_attention(*rows, weight, heavy.squeeze(-1), *remainder, scale)
+    with torch.no_grad():
+        # no dot product is larger than that of the longest rows
+        longest = scale * _longest(query, real_queries) * _longest(key, real_keys)
+        shift = ((longest - MAX_LOGARITHM) / math.log(2)).ceil().nan_to_num(0).clamp(0, MAX_SHIFT).int()
+    remainder = sampled_remainder(*rows, light, shift, query_codes, key_codes, length, scale)
+    out, _ = first_order_attention(*rows, weight, shift, heavy.squeeze(-1), *remainder, scale)
     return out
+
+
+def _longest(x: Tensor, real: Tensor | None) -> Tensor:
+    """The largest length of a head's rows, [B, H], 0 where there are none."""
+    # on a CPU, torch.linalg.vector_norm takes twice as long
+    squares = x.square().sum(-1)
+    if real is not None:
+        squares = squares.masked_fill(~real.squeeze(-1), 0)
+    return torch.nn.functional.pad(squares, (0, 1)).amax(-1).sqrt()
 
 
 def _bits_for(num_keys: int, highest: int) -> int:

@@ -41,15 +41,15 @@ SCHEMAS = {
     "softmax_attention": "(Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale) -> (Tensor, Tensor)",
     "softmax_attention_backward": "(Tensor grad, Tensor out, Tensor logarithm, Tensor query, Tensor key, "
     "Tensor value, Tensor? key_mask, float scale) -> (Tensor, Tensor, Tensor)",
-    "sampled_remainder": "(Tensor query, Tensor key, Tensor value, Tensor key_weight, Tensor query_codes, "
-    "Tensor key_codes, int hash_code_len, float scale) -> (Tensor, Tensor)",
+    "sampled_remainder": "(Tensor query, Tensor key, Tensor value, Tensor key_weight, Tensor shift, "
+    "Tensor query_codes, Tensor key_codes, int hash_code_len, float scale) -> (Tensor, Tensor)",
     "sampled_remainder_backward": "(Tensor grad, Tensor grad_total, Tensor query, Tensor key, Tensor value, "
-    "Tensor key_weight, Tensor query_codes, Tensor key_codes, int hash_code_len, float scale) "
+    "Tensor key_weight, Tensor shift, Tensor query_codes, Tensor key_codes, int hash_code_len, float scale) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    "first_order_attention": "(Tensor query, Tensor key, Tensor value, Tensor key_weight, Tensor heavy, "
-    "Tensor remainder, Tensor remainder_total, float scale) -> (Tensor, Tensor)",
+    "first_order_attention": "(Tensor query, Tensor key, Tensor value, Tensor key_weight, Tensor shift, "
+    "Tensor heavy, Tensor remainder, Tensor remainder_total, float scale) -> (Tensor, Tensor)",
     "first_order_attention_backward": "(Tensor grad, Tensor out, Tensor total, Tensor query, Tensor key, "
-    "Tensor value, Tensor key_weight, Tensor heavy, float scale) "
+    "Tensor value, Tensor key_weight, Tensor shift, Tensor heavy, float scale) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "local_attention": "(Tensor query, Tensor key, Tensor value, Tensor query_codes, Tensor key_codes, "
     "int hash_code_len, int window) -> Tensor",
@@ -224,7 +224,7 @@ def _remainder_gradients(ctx, grad, grad_total):
     gradients = sampled_remainder_backward(
         grad, grad_total.contiguous(), *ctx.saved_tensors, ctx.hash_code_len, ctx.scale
     )
-    return *gradients, None, None, None, None
+    return *gradients, None, None, None, None, None
 
 
 def _save_first_order(ctx, inputs, output):
@@ -235,8 +235,8 @@ def _save_first_order(ctx, inputs, output):
 
 def _first_order_gradients(ctx, grad, _):
     *gradients, remainder, remainder_total = first_order_attention_backward(grad, *ctx.saved_tensors, ctx.scale)
-    # none of heavy
-    return *gradients, None, remainder, remainder_total, None
+    # none of shift and heavy
+    return *gradients, None, None, remainder, remainder_total, None
 
 
 def _save_local(ctx, inputs, output):  # noqa: ARG001

@@ -29,6 +29,8 @@ PAIRS = 4
 BUCKET_ROWS = 64
 # the largest logarithm of a weight, such that sums of weights stay within float32's range
 MAX_LOGARITHM = 60.0
+# the largest power of two that weights are divided by, such that those with a logarithm of 0 stay within it
+MAX_SHIFT = 87
 
 
 def hash_hadamard(x: Tensor, parameters: Tensor, mask: Tensor | None, num_hash: int, hash_code_len: int) -> Tensor:
@@ -208,6 +210,7 @@ def sampled_remainder(
     key: Tensor,
     value: Tensor,
     key_weight: Tensor,
+    shift: Tensor,
     query_codes: Tensor,
     key_codes: Tensor,
     hash_code_len: int,
@@ -225,11 +228,13 @@ def sampled_remainder(
 
     Args:
         key_weight: [B, H, M], in float32 or wider, a factor of each key.
+        shift: [B, H], int32, in 0..MAX_SHIFT. A head's weights are divided by 2^shift, so that x counts up to
+            MAX_LOGARITHM + shift log(2).
 
     Returns:
         The sums of value and of 1 by these weights, [B, H, N, Dv] and [B, H, N], both in float32 or wider.
     """
-    rows = _RemainderRows(query, key, value, key_weight, query_codes.shape[2], hash_code_len, scale)
+    rows = _RemainderRows(query, key, value, key_weight, shift, query_codes.shape[2], hash_code_len, scale)
     out, total = rows.value.new_zeros(len(rows.query), value.shape[3]), torch.zeros_like(rows.inverse)
     for pairs in _bucket_pairs(query_codes, key_codes, hash_code_len):
         weights, _ = rows.remainders(*pairs)
@@ -246,6 +251,7 @@ def sampled_remainder_backward(
     key: Tensor,
     value: Tensor,
     key_weight: Tensor,
+    shift: Tensor,
     query_codes: Tensor,
     key_codes: Tensor,
     hash_code_len: int,
@@ -255,7 +261,7 @@ def sampled_remainder_backward(
 
     In expectation, that is the gradient of the expectation.
     """
-    rows = _RemainderRows(query, key, value, key_weight, query_codes.shape[2], hash_code_len, scale)
+    rows = _RemainderRows(query, key, value, key_weight, shift, query_codes.shape[2], hash_code_len, scale)
     grad, grad_total = grad.flatten(0, 2), grad_total.flatten()
     tensors = rows.query, rows.key, rows.value, rows.key_weight
     grad_query, grad_key, grad_value, grad_weight = (torch.zeros_like(x) for x in tensors)
@@ -277,6 +283,7 @@ def first_order_attention(
     key: Tensor,
     value: Tensor,
     key_weight: Tensor,
+    shift: Tensor,
     heavy: Tensor,
     remainder: Tensor,
     remainder_total: Tensor,
@@ -284,15 +291,15 @@ def first_order_attention(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of which sampled_remainder gives what the light keys have beyond the first order.
 
-    Sums over keys, of w value and of w, with x = scale query . key and key_weight [B, H, M]: w is key_weight (1 + x),
-    and key_weight exp(x), up to exp(60), for the keys that heavy [B, H, K] lists, all different ones. To these,
-    remainder [B, H, N, Dv] and remainder_total [B, H, N] are added.
+    Sums over keys, of w value and of w, with x = scale query . key, key_weight [B, H, M] and shift as there: w is
+    key_weight (1 + x) / 2^shift, and key_weight exp(x) / 2^shift for the keys that heavy [B, H, K] lists, all
+    different ones. To these, remainder [B, H, N, Dv] and remainder_total [B, H, N] are added.
 
     Returns:
         The sums of values divided by those of weights, 0 where these are 0, and the sums of weights, [B, H, N] in
         float32 or wider, which are for the gradient.
     """
-    part = _FirstOrder(query, key, value, key_weight, heavy, scale)
+    part = _FirstOrder(query, key, value, key_weight, shift, heavy, scale)
     out = torch.baddbmm(part.light_value.sum(1, keepdim=True), part.query, part.key_value, alpha=scale)
     heavy_value = part.heavy_weight * part.heavy_value
     for rows in part.rows_at_a_time():
@@ -311,11 +318,12 @@ def first_order_attention_backward(
     key: Tensor,
     value: Tensor,
     key_weight: Tensor,
+    shift: Tensor,
     heavy: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradient of query, key, value, key_weight, remainder and remainder_total."""
-    part = _FirstOrder(query, key, value, key_weight, heavy, scale)
+    part = _FirstOrder(query, key, value, key_weight, shift, heavy, scale)
     grad_remainder = _accumulator(grad) * _inverse(total)[..., None]
     grad_remainder_total = -(grad_remainder * out).sum(-1)
     # of all sums alike
@@ -324,13 +332,14 @@ def first_order_attention_backward(
     grad_sum, grad_key_value = grad.sum(1, keepdim=True), scale * part.query.mT @ grad
     grad_products = part.value @ grad_key_value.mT
     grad_weight = (part.key * grad_products).sum(-1, keepdim=True) + (part.value * grad_sum).sum(-1, keepdim=True)
+    grad_weight *= part.exponential.unit
     grad_key = part.light * grad_products
     grad_value = part.light * (grad_sum + part.key @ grad_key_value)
     grad_heavy = [torch.zeros_like(x) for x in (part.heavy_key, part.heavy_value, part.heavy_weight)]
     for rows in part.rows_at_a_time():
         logarithms, exponentials = part.heavy_exponentials(rows)
         products = exponentials * (grad[:, rows] @ part.heavy_value.mT)
-        slope = scale * part.heavy_weight.mT * torch.where(logarithms < MAX_LOGARITHM, products, 0)
+        slope = scale * part.heavy_weight.mT * torch.where(logarithms < part.exponential.most, products, 0)
         grad_query[:, rows] += slope @ part.heavy_key
         grad_heavy[0] += slope.mT @ part.query[:, rows]
         grad_heavy[1] += part.heavy_weight * (exponentials.mT @ grad[:, rows])
@@ -437,35 +446,56 @@ def _through_buckets(source: Tensor, query_codes: Tensor, key_codes: Tensor, has
     return _gather(table, query_rows)
 
 
+class _Exponential:
+    """exp(x) over 2^shift, for x up to `most`; shift is of the shape that x has, or can be broadcast to."""
+
+    def __init__(self, shift: Tensor, like: Tensor):
+        shift = shift.to(like.dtype)
+        self.unit, self.most = torch.exp2(-shift), MAX_LOGARITHM + math.log(2) * shift
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # in two steps, as float32 does not hold exp(most)
+        low = x.clamp(max=MAX_LOGARITHM)
+        return low.exp() * self.unit * (torch.minimum(x, self.most) - low).exp()
+
+    def less_unit(self, x: Tensor) -> Tensor:
+        """Less that of 0."""
+        small = x < MAX_LOGARITHM
+        return torch.where(small, x.clamp(max=MAX_LOGARITHM).expm1() * self.unit, self(x) - self.unit)
+
+
 class _RemainderRows:
     """The rows of all heads one after the other, and what pairs of them weigh."""
 
-    def __init__(self, query, key, value, key_weight, num_hash: int, hash_code_len: int, scale: float):
+    def __init__(self, query, key, value, key_weight, shift, num_hash: int, hash_code_len: int, scale: float):
+        self.num_queries = query.shape[2]
         self.query, self.key, self.value = (_accumulator(x).flatten(0, 2) for x in (query, key, value))
         lengths = (torch.linalg.vector_norm(x, dim=-1) for x in (self.query, self.key))
         self.inverse, self.key_inverse = (_inverse(length) for length in lengths)
         self.key_weight = key_weight.flatten()
+        self.shift = shift.flatten()
         self.num_hash, self.hash_code_len, self.scale = num_hash, hash_code_len, scale
 
     def remainders(self, q: Tensor, k: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """exp(x) - 1 - x and its slope in x, over the probability of a bucket and m, times parts, of pairs of rows."""
+        """(exp(x) - 1 - x) / 2^shift and its slope in x, over the probability of a bucket and m, times parts."""
         products = (self.query[q] * self.key[k]).sum(-1)
         angle = (products * self.inverse[q] * self.key_inverse[k]).clamp(-1, 1).acos() / math.pi
         probability = (1 - angle) ** self.hash_code_len + angle**self.hash_code_len
         share = parts / (self.num_hash * probability)
-        x = self.scale * products
-        slope = x.clamp(max=MAX_LOGARITHM).expm1()
-        return share * (slope - x), share * torch.where(x < MAX_LOGARITHM, slope, -1)
+        x, exponential = self.scale * products, _Exponential(self.shift[q // self.num_queries], products)
+        slope, unit = exponential.less_unit(x), exponential.unit
+        return share * (slope - unit * x), share * torch.where(x < exponential.most, slope, -unit)
 
 
 class _FirstOrder:
     """What the queries of a head have in common; a last column of ones in value adds up the weights."""
 
-    def __init__(self, query, key, value, key_weight, heavy, scale: float):
+    def __init__(self, query, key, value, key_weight, shift, heavy, scale: float):
         self.query, self.key, value = (_accumulator(x).flatten(0, 1) for x in (query, key, value))
         self.value = torch.nn.functional.pad(value, (0, 1), value=1.0)
         self.heavy, weight = heavy.flatten(0, 1)[..., None], key_weight.flatten(0, 1)[..., None]
-        self.light = weight.scatter(1, self.heavy, 0)
+        self.exponential = _Exponential(shift.flatten()[:, None, None], self.query)
+        self.light = weight.scatter(1, self.heavy, 0) * self.exponential.unit
         self.light_value = self.light * self.value
         self.key_value = self.key.mT @ self.light_value
         self.heavy_key, self.heavy_value, self.heavy_weight = (
@@ -478,9 +508,9 @@ class _FirstOrder:
         return [slice(row, row + step) for row in range(0, self.query.shape[1], step)]
 
     def heavy_exponentials(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """x and exp(x) for some of each head's queries and the heavy keys."""
+        """x and exp(x) / 2^shift for some of each head's queries and the heavy keys."""
         logarithms = self.query[:, rows] @ (self.scale * self.heavy_key).mT
-        return logarithms, logarithms.clamp(max=MAX_LOGARITHM).exp()
+        return logarithms, self.exponential(logarithms)
 
 
 def _bucket_pairs(query_codes: Tensor, key_codes: Tensor, hash_code_len: int):
