@@ -204,8 +204,8 @@ YOSO_INLINE void attend(const Keys<T>& keys, const InputRows& query, const Input
 
 template <class T>
 void forward(const InputRows& query, const InputRows& key, const InputRows& value, const Tensor& key_weight,
-             const Tensor& shift, const Tensor& heavy, const InputRows& remainder, const Tensor& remainder_total, double scale,
-             const OutputRows& out, const Tensor& total) {
+             const Tensor& shift, const Tensor& heavy, const InputRows& remainder, const Tensor& remainder_total,
+             double scale, const OutputRows& out, const Tensor& total) {
   const int64_t N = query.count;
   T* totals = static_cast<T*>(total.mutable_data_ptr());
   std::copy_n(static_cast<const T*>(remainder_total.const_data_ptr()), total.numel(), totals);
@@ -369,8 +369,8 @@ YOSO_INLINE void key_gradients(const Keys<T>& keys, const Gradients<T>& from, co
 
 template <class T>
 void backward(const QueryTensors& x, const InputRows& key, const InputRows& value, const Tensor& key_weight,
-              const Tensor& shift, const Tensor& heavy, double scale, const OutputRows& grad_key, const OutputRows& grad_value,
-              const Tensor& grad_weight) {
+              const Tensor& shift, const Tensor& heavy, double scale, const OutputRows& grad_key,
+              const OutputRows& grad_value, const Tensor& grad_weight) {
   const int64_t N = x.query.count, M = key.count;
   const int64_t columns = padded(x.query.columns), value_columns = padded(value.columns);
   for_heads(x.query.batches * x.query.heads, [&](int64_t begin, int64_t end, bool) {

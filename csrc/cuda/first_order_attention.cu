@@ -4,8 +4,8 @@
 // What queries meet of a head's light keys is one matrix, the sum over these of (key, 1)^T w (value, 1), with w a key's
 // weight; what light keys meet of the queries is the sum of (query, 1)^T (gradient, gradient of the weights' sum). In
 // both, the rows but the last are multiplied by scale, and all are divided by the head's 2^shift. All products are of
-// tiles in shared memory, in float32 (float64 for float64) whatever the dtype: 16 bits would be too few for factors that
-// are sums.
+// tiles in shared memory, in float32 (float64 for float64) whatever the dtype: 16 bits would be too few for factors
+// that are sums.
 #include "exponential.h"
 #include "tile_products.h"
 
