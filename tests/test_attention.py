@@ -1031,5 +1031,7 @@ def test_weights_too_small_to_be_divided_by_count_as_none(cosine, is_kept):
     tensors = [x.requires_grad_() for x in (query, key, torch.randn(1, 1, 1, 12))]
     out = yoso_attention(*tensors, expectation=True, hash_code_len=32, normalization="sum")
     torch.testing.assert_close(out, tensors[2] if is_kept else torch.zeros_like(out))
+    weights = attention_weights(*tensors[:2], hash_code_len=32, normalization="sum")
+    torch.testing.assert_close(weights @ tensors[2], out)
     for gradient in torch.autograd.grad(out.sum(), tensors):
         assert gradient.isfinite().all()

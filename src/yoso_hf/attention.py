@@ -57,7 +57,7 @@ EXACT_TOKENS_PER_HASH = {"cosine": 11, "softmax": 40}
 EXACT_TOKENS_PER_HASH_WITH_AMX = {"cosine": 32, "softmax": 120}
 # On a GPU with our kernels, by an H200 (docs/cuda.md). "softmax": its exact weights are PyTorch's; the forward crosses
 # later, and with its backward about there. "cosine": of rows of 16 bits, which tensor cores multiply; where the
-# forward crosses, its backward, by buckets, later.
+# forward crosses, with its backward somewhat earlier.
 EXACT_TOKENS_PER_HASH_ON_CUDA = {"cosine": 64, "softmax": 256}
 
 if torch.__version__ >= "2.13":
@@ -178,9 +178,9 @@ def yoso_attention(
             plus an estimate of the rest, from the pairs whose codes agree in all bits or in none. Its expectation
             does not depend on hash_code_len: shorter codes are less noisy, and take longer. A query that avoids, by
             far more than 60 in the exponent, a key that most queries agree on, has no weight that float32 can hold,
-            and gets zero; in a head with exponents beyond 60, by 60 less as much, but at least 25. With N = M, masked
-            positions are no queries there. Needs normalization="sum" and, where sampled, one hash_code_len,
-            backward="sampled" and no local_window.
+            and gets zero; where a head has exponents beyond 60, that margin of 60 shrinks by as much, down to 25. With
+            N = M, masked positions are no queries there. Needs normalization="sum" and, where sampled, one
+            hash_code_len, backward="sampled" and no local_window.
         local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are
             sampled: the same expectation with less noise, at a cost of O(N local_window). Needs N = M. 0: none, not
             even a position with itself. Nothing changes where the expectation is computed.
@@ -310,8 +310,7 @@ def attention_weights(
     if key_mask is not None:
         weights = weights.masked_fill(~key_mask[:, None, None], 0)
     if normalization == "sum":
-        total = weights.sum(-1, keepdim=True)
-        weights = weights / torch.where(total > 0, total, 1)
+        weights = _divide(weights, weights.sum(-1, keepdim=True))
     return weights.to(query.dtype)
 
 
@@ -389,7 +388,7 @@ def _longest(x: Tensor, real: Tensor | None) -> Tensor:
     squares = x.square().sum(-1)
     if real is not None:
         squares = squares.masked_fill(~real.squeeze(-1), 0)
-    return torch.nn.functional.pad(squares, (0, 1)).amax(-1).sqrt()
+    return F.pad(squares, (0, 1)).amax(-1).sqrt()
 
 
 def _bits_for(num_keys: int, highest: int) -> int:
