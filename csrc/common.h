@@ -117,6 +117,21 @@ inline ScalarType code_dtype(int64_t hash_code_len) {
   return hash_code_len <= 15 ? ScalarType::Short : ScalarType::Int;
 }
 
+inline const char* name_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    default:
+      return "no floating point number of 16 to 64 bits";
+  }
+}
+
 // Calls f with a value of x's element type.
 template <class F>
 void dispatch_floating(const Tensor& x, const F& f) {
@@ -130,7 +145,7 @@ void dispatch_floating(const Tensor& x, const F& f) {
     case ScalarType::Half:
       return f(Half{});
     default:
-      STD_TORCH_CHECK(false, "expected float16, bfloat16, float32 or float64");
+      STD_TORCH_CHECK(false, "rows must be float16, bfloat16, float32 or float64, got ", name_of(x.scalar_type()));
   }
 }
 
