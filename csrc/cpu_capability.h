@@ -1,7 +1,6 @@
 // Which instruction set the CPU kernels use. Beside common.h, since module.cpp tells Python.
 #pragma once
 
-#include <algorithm>
 #include <cstdlib>
 #include <string_view>
 

@@ -41,6 +41,21 @@ struct BucketOrder {
   }
 };
 
+// Sorts the codes of both sides, [num_hash, rows].
+template <class Code, class BucketOf>
+void sort_codes(BucketOrder& queries, const Code* query_codes, BucketOrder& keys, const Code* key_codes,
+                int64_t num_hash, const BucketOf& bucket_of) {
+  parallel_for(0, 2 * num_hash, 1, [&](int64_t first, int64_t last) {
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t hash = task % num_hash;
+      if (task < num_hash)
+        queries.sort(query_codes + hash * queries.count, hash, bucket_of);
+      else
+        keys.sort(key_codes + hash * keys.count, hash, bucket_of);
+    }
+  });
+}
+
 YOSO_INLINE int32_t begin_of_bucket(const int32_t* ends, int64_t bucket) { return bucket == 0 ? 0 : ends[bucket - 1]; }
 
 // The first bucket of part `part` of `parts`, with about the same number of rows in each.
@@ -76,14 +91,18 @@ YOSO_INLINE int64_t shared_buckets(const int32_t* query_ends, const int32_t* key
   return count;
 }
 
-// Whether threads share a head: where too few heads would leave some idle, or where one for each would leave the
-// cache.
-inline bool threads_share_heads(int64_t heads, int64_t rows, int64_t head_bytes) {
+// Calls add_heads(begin, end) until all heads are done, in parallel unless threads share a head: where too few heads
+// would leave some idle, or where one for each would leave the cache.
+template <class F>
+void for_bucket_heads(int64_t heads, int64_t rows, int64_t head_bytes, const F& add_heads) {
   // heads with fewer rows are not worth it
   constexpr int64_t kSharedRows = 1024;
   const int64_t threads = torch::stable::get_num_threads(), rounds = (heads + threads - 1) / threads;
   const bool few = 4 * heads < 3 * rounds * threads;
-  return rows >= kSharedRows && (few || head_bytes * threads > kThirdLevelBytes);
+  if (rows >= kSharedRows && (few || head_bytes * threads > kThirdLevelBytes))
+    add_heads(0, heads);
+  else
+    parallel_for(0, heads, 1, add_heads);
 }
 
 // Fetches the rows of the next bucket, one at every call: all at once, they would hold up the processor.
@@ -93,6 +112,19 @@ struct Ahead {
   Stride query_stride, key_stride;
   const int32_t *query_order = nullptr, *key_order = nullptr;
   int64_t queries_left = 0, keys_left = 0;
+
+  // from now on of this bucket, as many of a side as are multiplied at a time
+  YOSO_INLINE void point_to(const BucketOrder& query_buckets, const BucketOrder& key_buckets, int64_t hash,
+                            int64_t bucket, int64_t most) {
+    const auto point = [=](const BucketOrder& buckets, const int32_t*& order, int64_t& left) YOSO_INLINE_LAMBDA {
+      const int32_t* ends = buckets.ends(hash);
+      const int32_t begin = begin_of_bucket(ends, bucket);
+      order = buckets.order(hash) + begin;
+      left = std::min<int64_t>(ends[bucket] - begin, most);
+    };
+    point(query_buckets, query_order, queries_left);
+    point(key_buckets, key_order, keys_left);
+  }
 
   YOSO_INLINE void operator()() {
     if (queries_left > 0) {

@@ -232,14 +232,7 @@ YOSO_INLINE void add_buckets(Sizes sizes, Side<T>& queries, Side<T>& keys, int64
   add_listed_pairs<V>(queries, query_of, keys, key_of, num_pairs);
   Ahead<T, typename Sizes::Stride> ahead{queries.unit(), keys.unit(), sizes.stride, sizes.stride};
   for (int64_t i = 0; i < num_larger; ++i) {
-    if (i + 1 < num_larger) {
-      const int64_t next = codes[i + 1];
-      const int64_t next_q = begin_of_bucket(query_ends, next), next_k = begin_of_bucket(key_ends, next);
-      ahead.query_order = query_order + next_q;
-      ahead.key_order = key_order + next_k;
-      ahead.queries_left = std::min<int64_t>(query_ends[next] - next_q, kTileRows);
-      ahead.keys_left = std::min<int64_t>(key_ends[next] - next_k, kTileRows);
-    }
+    if (i + 1 < num_larger) ahead.point_to(queries.buckets, keys.buckets, hash, codes[i + 1], kTileRows);
     const int64_t code = codes[i];
     const int64_t first_q = begin_of_bucket(query_ends, code), first_k = begin_of_bucket(key_ends, code);
     const int64_t nq = query_ends[code] - first_q, nk = key_ends[code] - first_k;
@@ -291,7 +284,7 @@ void sampled_backward(const InputRows& grad, const InputRows& query, const Input
 
   // The parallel loops within run one after the other where the loop over heads is parallel already. No two buckets
   // of a hash function share a row, so the result does not depend on how they are divided.
-  auto add_heads = [&](int64_t begin, int64_t end) {
+  const auto add_heads = [&](int64_t begin, int64_t end) {
     Side<T> queries(N, columns, value_columns, m, table_size), keys(M, columns, value_columns, m, table_size);
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
       const int64_t batch = batch_head / H, head = batch_head % H;
@@ -302,13 +295,8 @@ void sampled_backward(const InputRows& grad, const InputRows& query, const Input
           if (last > N) keys.template load<V>(key, value, batch, head, std::max(first, N) - N, last - N);
         });
       });
-      parallel_for(0, 2 * m, 1, [&](int64_t first, int64_t last) {
-        for (int64_t task = first; task < last; ++task)
-          if (task < m)
-            queries.buckets.sort(all_query_codes + (batch_head * m + task) * N, task, bucket_of);
-          else
-            keys.buckets.sort(all_key_codes + (batch_head * m + task - m) * M, task - m, bucket_of);
-      });
+      sort_codes(queries.buckets, all_query_codes + batch_head * m * N, keys.buckets,
+                 all_key_codes + batch_head * m * M, m, bucket_of);
       for (int64_t hash = 0; hash < m; ++hash)
         parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
           Scratch<T> scratch(columns, value_columns, table_size);
@@ -326,10 +314,7 @@ void sampled_backward(const InputRows& grad, const InputRows& query, const Input
     }
   };
   const int64_t head_bytes = (N + M) * (2 * columns + value_columns) * int64_t{sizeof(T)};
-  if (threads_share_heads(B * H, N + M, head_bytes))
-    add_heads(0, B * H);
-  else
-    parallel_for(0, B * H, 1, add_heads);
+  for_bucket_heads(B * H, N + M, head_bytes, add_heads);
 }
 
 std::tuple<Tensor, Tensor, Tensor> sampled_attention_backward_cpu(const Tensor& grad, const Tensor& query,

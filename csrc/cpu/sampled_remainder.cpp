@@ -309,14 +309,7 @@ YOSO_INLINE void add_buckets(Sizes sizes, RemainderRows<T>& queries, RemainderRo
   add_pairs(num_pairs);
   Ahead<T, int64_t> ahead{queries.rows.data(), keys.rows.data(), queries.stride, keys.stride};
   for (int64_t i = 0; i < count; ++i) {
-    if (i + 1 < count) {
-      const int64_t next = listed[i + 1];
-      const int32_t first_q = begin_of_bucket(query_ends, next), first_k = begin_of_bucket(key_ends, next);
-      ahead.query_order = query_order + first_q;
-      ahead.key_order = key_order + first_k;
-      ahead.queries_left = std::min<int64_t>(query_ends[next] - first_q, kBucketRows);
-      ahead.keys_left = std::min<int64_t>(key_ends[next] - first_k, kBucketRows);
-    }
+    if (i + 1 < count) ahead.point_to(queries.buckets, keys.buckets, hash, listed[i + 1], kBucketRows);
     const int64_t bucket = listed[i];
     const int32_t first_q = begin_of_bucket(query_ends, bucket), first_k = begin_of_bucket(key_ends, bucket);
     const int64_t num_queries = query_ends[bucket] - first_q, num_keys = key_ends[bucket] - first_k;
@@ -396,7 +389,7 @@ void for_buckets(const Inputs& x, int64_t tau, double scale, std::optional<Tenso
 
   // The parallel loops within run one after the other where the loop over heads is parallel already. No two buckets
   // of a hash function share a row, so the result does not depend on how they are divided.
-  auto add_heads = [&](int64_t begin, int64_t end) {
+  const auto add_heads = [&](int64_t begin, int64_t end) {
     RemainderRows<T> queries(N, D, Dv, query_stride, m, table_size), keys(M, D, Dv, key_stride, m, table_size);
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
       const int64_t batch = batch_head / H, head = batch_head % H;
@@ -423,13 +416,8 @@ void for_buckets(const Inputs& x, int64_t tau, double scale, std::optional<Tenso
           }
         });
       });
-      parallel_for(0, 2 * m, 1, [&](int64_t first, int64_t last) {
-        for (int64_t task = first; task < last; ++task)
-          if (task < m)
-            queries.buckets.sort(query_codes + (batch_head * m + task) * N, task, bucket_of);
-          else
-            keys.buckets.sort(key_codes + (batch_head * m + task - m) * M, task - m, bucket_of);
-      });
+      sort_codes(queries.buckets, query_codes + batch_head * m * N, keys.buckets, key_codes + batch_head * m * M, m,
+                 bucket_of);
       for (int64_t hash = 0; hash < m; ++hash)
         parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
           add_buckets<backward, T>(queries, keys, numbers, m, hash,
@@ -445,10 +433,7 @@ void for_buckets(const Inputs& x, int64_t tau, double scale, std::optional<Tenso
     }
   };
   const int64_t head_bytes = (N * query_stride + M * key_stride) * int64_t{sizeof(T)};
-  if (threads_share_heads(B * H, N + M, head_bytes))
-    add_heads(0, B * H);
-  else
-    parallel_for(0, B * H, 1, add_heads);
+  for_bucket_heads(B * H, N + M, head_bytes, add_heads);
 }
 
 std::tuple<Tensor, Tensor> sampled_remainder_cpu(const Tensor& query, const Tensor& key, const Tensor& value,

@@ -16,7 +16,6 @@
 #pragma once
 
 #include "amx_rows.h"
-#include "unit_rows.h"
 
 namespace yoso {
 namespace {

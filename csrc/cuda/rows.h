@@ -1,7 +1,6 @@
 // Rows that neighbouring lanes share: which ones a thread has a part of, and reading and writing these.
 #pragma once
 
-#include <algorithm>
 #include <type_traits>
 
 #include "device.h"

@@ -15,7 +15,6 @@ namespace {
 // see add_weighted_mma
 constexpr int kFewOthers = 64;
 
-
 // Of a thread's n x 4 pairs, as many of the n are of each 16 rows of its warp. With 32 rows, a warp loads others from
 // shared memory half as often.
 template <class In_, int rows, int others, int columns, int rows_of_warp = 16>
