@@ -42,7 +42,7 @@ static_assert(sizeof(HashMemory) + HashProducts::elements(kMostProductBits) * si
 // Finds the directions, by terms from the smallest on, the highest bit first, in the order of a swizzled matrix. A
 // thread has one, of a head and a group of kFunctions functions; zero behind the last bit and function.
 __global__ void __launch_bounds__(kWarpgroup) find_directions_kernel(const Problem problem, BFloat16* directions) {
-  start_after_launches_before();
+  let_next_launch_start();
   constexpr int kSize = kWgmmaColumns, kTerms = HashProducts::kTerms;
   const int bits = problem.hash_code_len, count = HashProducts::directions(bits);
   const int64_t number = int64_t{blockIdx.x} * kWarpgroup + threadIdx.x;
@@ -203,8 +203,9 @@ inline void launch_hash_products(const Device& device, const Tensor& x, Problem 
   const int64_t all_tiles = count_of(problem.B * divide_up(problem.N, kWgmmaRows), "tiles of rows");
   const Tensor directions = empty_tensor(x, {heads, HashProducts::elements(bits)}, ScalarType::BFloat16);
   auto* const terms = static_cast<BFloat16*>(directions.mutable_data_ptr());
-  launch<true>(device, find_directions_kernel, divide_up(heads * HashProducts::directions(bits), kWarpgroup),
-               kWarpgroup, 0, problem, terms);
+  // not early: what is before an operator's first launch need not be a kernel
+  launch(device, find_directions_kernel, divide_up(heads * HashProducts::directions(bits), kWarpgroup), kWarpgroup, 0,
+         problem, terms);
   const int64_t parts = std::clamp<int64_t>(device.num_multiprocessors() / std::max<int64_t>(heads, 1), 1,
                                             std::max<int64_t>(divide_up(all_tiles, HashProducts::kGroups), 1));
   launch<true>(device, hash_products_kernel, all_tiles > 0 ? heads * parts : 0, HashProducts::kThreads,
