@@ -15,10 +15,9 @@ SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 quickstart: .venv/.ready
 	$(BIN)/python scripts/quickstart.py
 
-# two files at a time, since most tests keep one core busy; a file's tests share what some of them take minutes to make,
-# and the one that takes longest comes first
+# two files at a time, since most tests keep one core busy; a file's tests share what some of them take minutes to make
 test: .venv/.ready
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/test_cuda_kernels.py tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: .venv/.ready
 	$(BIN)/python -m pytest -q -m slow

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from .model_card import CardTrainer
-from .modeling_yoso import IGNORED_LABEL
+from .modeling_yoso import IGNORED_LABEL, count_labels
 
 
 class Masking:
@@ -159,8 +159,7 @@ class MaskedLMTrainer(CardTrainer):
             reduction="sum",
             label_smoothing=self.args.label_smoothing_factor if self.model.training else 0.0,
         )
-        count = (labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
-        return loss / torch.as_tensor(count).clamp(min=1)
+        return loss / count_labels(labels, num_items_in_batch)
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any):
         """What `mean_loss` needs of a batch; Trainer gathers it and leaves out rows that only fill the last one.
