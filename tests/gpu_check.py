@@ -1,8 +1,8 @@
 """Build, test and measure on the GPU of this machine, and print one table: make gpu-check.
 
-Nothing is installed: the interpreter must have torch with CUDA, transformers, accelerate, pytest and pytest-xdist, and
-nvcc must be at hand. Each step goes on where the one before failed, but for the build; the exit status says whether
-all passed.
+Nothing is installed: the interpreter must have torch with CUDA, transformers, accelerate, setuptools 77 or newer,
+pytest and pytest-xdist, and nvcc must be at hand. Each step goes on where the one before failed, but for the build;
+the exit status says whether all passed.
 """
 
 import os

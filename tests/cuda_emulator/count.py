@@ -77,7 +77,7 @@ def main() -> None:
     )
     parser.add_argument("--local_window", type=int, default=0, help="near pairs too, those at most so far apart")
     parser.add_argument("--library", type=Path, help="what build.py has made; built unless given")
-    parser.add_argument("--bandwidth", type=float, default=5.5e12, help="bytes a second from the second-level cache")
+    parser.add_argument("--bandwidth", type=float, default=5e12, help="bytes a second from the second-level cache")
     parser.add_argument("--issue_rate", type=float, default=132 * 4 * 1.75e9, help="instructions of warps a second")
     args = parser.parse_args()
     torch.set_num_threads(1)
