@@ -264,17 +264,14 @@ Shuffled shuffle(uint32_t x, uint32_t by, uint32_t clamp, uint32_t lanes, int op
   if ((lanes >> from & 1) == 0) emulator::fail("a shuffle from a lane that is not in the mask");
   return {emulator::exchange(lanes, operation, x, [=](auto peers) { return peers[from]; }), valid};
 }
-template <class T>
-uint32_t lanes_with(T x, uint32_t lanes, int operation, T wanted) {
+inline uint32_t ballot(bool x, uint32_t lanes, int operation) {
   return emulator::exchange(lanes, operation, x, [=](auto peers) {
     uint32_t result = 0;
     for (uint32_t lane = 0; lane < 32; ++lane)
-      if (lanes >> lane & 1) result |= uint32_t{peers[lane] == wanted} << lane;
+      if (lanes >> lane & 1) result |= uint32_t{peers[lane]} << lane;
     return result;
   });
 }
-inline uint32_t ballot(bool x, uint32_t lanes, int operation) { return lanes_with(x, lanes, operation, true); }
-inline uint32_t match(uint32_t x, uint32_t lanes, int operation) { return lanes_with(x, lanes, operation, x); }
 
 // Four matrices of 8 x 8: lane l shows row l % 8 of matrix l / 8, and gets elements 2 (l % 4) and the next of row l / 4
 // of each, or of its transpose.

@@ -405,10 +405,6 @@ class Function:
         call = f"ballot({self.value(operands[1], 'bool')}, {lanes}, {self.meeting()})"
         return self.assign(operands[0], call, "uint32_t") if modifiers == ["sync", "ballot", "b32"] else None
 
-    def match_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
-        call = f"match({self.values(operands[1:], 'uint32_t')}, {self.meeting()})"
-        return self.assign(operands[0], call, "uint32_t") if modifiers == ["any", "sync", "b32"] else None
-
     def ldmatrix_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
         if [name for name in modifiers if name != "trans"] != ["sync", "aligned", "m8n8", "x4", "shared", "b16"]:
             return None
