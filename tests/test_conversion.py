@@ -1,5 +1,5 @@
 import fnmatch
-import importlib.util
+import importlib
 import json
 import pydoc_data.topics
 import re
@@ -974,11 +974,8 @@ def test_guide(commands):
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", ROOT / "scripts" / "convert_checkpoint.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(load_script):
+    return load_script("convert_checkpoint")
 
 
 @pytest.mark.parametrize(

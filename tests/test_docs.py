@@ -1,4 +1,3 @@
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -63,11 +62,9 @@ def test_blocks_of_the_readme_run(tmp_path, monkeypatch):
     torch.testing.assert_close(names["out"].norm(dim=-1), torch.ones(1, 12, 4096))
 
 
-def test_help_of_the_quickstart(monkeypatch, capsys):
+def test_help_of_the_quickstart(load_script, monkeypatch, capsys):
     """Printed, and nothing trained."""
-    spec = importlib.util.spec_from_file_location("quickstart", ROOT / "scripts" / "quickstart.py")
-    quickstart = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(quickstart)
+    quickstart = load_script("quickstart")
     monkeypatch.setattr(quickstart, "pretrain", lambda _: pytest.fail("trains"))
     monkeypatch.setattr("sys.argv", ["quickstart.py", "--help"])
     with pytest.raises(SystemExit) as ended:

@@ -1,5 +1,4 @@
 import csv
-import importlib.util
 import json
 import os
 import shutil
@@ -50,11 +49,8 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def run_glue():
-    spec = importlib.util.spec_from_file_location("run_glue", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def run_glue(load_script):
+    return load_script("run_glue")
 
 
 @pytest.fixture(scope="module", autouse=True)

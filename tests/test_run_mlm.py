@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import math
 import os
@@ -46,11 +45,8 @@ ROBERTA = {name: YOSO[name] for name in list(YOSO)[:4]} | {"max_position_embeddi
 
 
 @pytest.fixture(scope="module")
-def run_mlm():
-    spec = importlib.util.spec_from_file_location("run_mlm", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def run_mlm(load_script):
+    return load_script("run_mlm")
 
 
 @pytest.fixture(scope="module", autouse=True)

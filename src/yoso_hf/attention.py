@@ -234,10 +234,9 @@ def yoso_attention(
         columns, weight = value.shape[3], value.new_ones(*value.shape[:-1], 1)
         value = torch.cat([value, value.new_zeros(*value.shape[:-1], -(columns + 1) % 8), weight], dim=-1)
     unit = normalization == "l2"
-    if expectation and key_mask is not None:
+    if expectation:
         # a zero value adds nothing, and a zero key gets no gradient
-        masked = ~key_mask[:, None, :, None]
-        key, value = key.masked_fill(masked, 0), value.masked_fill(masked, 0)
+        key, value = (less_masked(x, real_rows(key_mask)) for x in (key, value))
 
     def of_heads(hash_code_len: int, functions: HashFunctions | None, query, key, value) -> Tensor:
         exact_attention = expectation_attention_graph if torch.onnx.is_in_onnx_export() else expectation_attention

@@ -35,6 +35,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention import attention_weights, exact_is_cheaper, is_exporting, yoso_attention
 from .configuration_yoso import YosoConfig
 from .hashing import HashFunctions, check_integer
+from .reference import less_masked, real_rows
 
 # the first two rows of the position table stand for no position, as in RoBERTa
 POSITION_OFFSET = 2
@@ -187,9 +188,7 @@ class YosoSelfAttention(nn.Module):
             **kernel,
         )
         if self.conv is not None:
-            if key_mask is not None:
-                value = value.masked_fill(~key_mask[:, None, :, None], 0)
-            context = context + self.conv(value)
+            context = context + self.conv(less_masked(value, real_rows(key_mask)))
         return context.transpose(1, 2).flatten(2), weights
 
 
