@@ -511,6 +511,20 @@ def test_vmap_over_models_and_texts(mode):
         assert_near(output[mask], model(**inputs).last_hidden_state[mask])
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_over_losses_of_a_language_model():
+    model = make_model(YosoForMaskedLM)
+    ids = torch.randint(5, VOCAB_SIZE, (3, 2, 10))
+    labels = ids.masked_fill(torch.rand(ids.shape) > 0.5, -100)
+    losses = torch.vmap(lambda ids, labels: model(ids, labels=labels).loss)(ids, labels)
+    expected = torch.stack([model(x, labels=y).loss for x, y in zip(ids, labels, strict=True)])
+    assert_near(losses, expected)
+    parameters = list(model.parameters())
+    gradients = (torch.autograd.grad(each.square().sum(), parameters) for each in (losses, expected))
+    for actual, wanted in zip(*gradients, strict=True):
+        assert_near(actual, wanted)
+
+
 @pytest.mark.parametrize("use_expectation", [False, True, "auto"])
 def test_derivatives_of_torch_func_are_refused(use_expectation):
     model = make_model(YosoModel, use_expectation=use_expectation)

@@ -342,6 +342,8 @@ class TokenLosses(torch.autograd.Function):
         Losses of shape [tokens], 0 where there is no label: float32, of float64 logits float64.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(logits: Tensor, labels: Tensor) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
