@@ -337,6 +337,10 @@ def convert_checkpoint(
         vocab_size = settings["vocab_size"]
         if len(tokenizer) > vocab_size:
             raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model knows {vocab_size} (vocab_size)")
+        # without room for a word beside these, tokenizers cut nothing
+        shortest = tokenizer.num_special_tokens_to_add() + 1
+        if texts and length < shortest:
+            raise ValueError(f"max_position_embeddings must be at least {shortest} for texts, got {length}")
         tokenizer.model_max_length = length
     config = YosoConfig(**settings, max_position_embeddings=length)
 
