@@ -34,6 +34,7 @@ Arguments on the command line override those of the YAML file; transformers' Tra
 command with the same output_dir resumes from the last checkpoint. all_results.json there holds the scores.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ from yoso_hf.glue import (
     check_file,
     encode,
     infer_task,
+    is_text,
     read_file,
     read_hub,
     set_labels,
@@ -87,7 +89,9 @@ class GlueArguments:
     tokenizer_name: str | None = field(default=None, metadata={"help": "default: model_name_or_path"})
     config_overrides: str | None = field(
         default=None,
-        metadata={"help": "values to change in the model's configuration: num_hash=64,use_expectation=false"},
+        metadata={
+            "help": "values to change in the model's configuration, num_hash=64,use_expectation=false or a JSON object"
+        },
     )
     attn_implementation: str | None = field(
         default=None, metadata={"help": "attention of models that let it be chosen: yoso, yoso_expectation, sdpa, ..."}
@@ -180,8 +184,18 @@ def read_tables(args: GlueArguments, splits: list[str]) -> dict[str, Table]:
     """The whole splits, from files or from the hub."""
     if not args.files():
         return read_hub(args.task_name, splits)
-    names = {split: FILE_ARGUMENTS[split] for split in splits}
-    return {split: read_file(name, getattr(args, name)) for split, name in names.items()}
+    texts = TASKS[args.task_name].columns if args.task_name else (args.sentence1_column, args.sentence2_column)
+    tables = {}
+    for split in splits:
+        name = FILE_ARGUMENTS[split]
+        tables[split] = read_file(name, getattr(args, name), [*filter(None, texts), *texts_of(tables)])
+    return tables
+
+
+def texts_of(tables: dict[str, Table]) -> list[str]:
+    """The columns of text of the first table; in the others they are text too, also where all could be numbers."""
+    features = next((table.rows.features for table in tables.values()), {})
+    return [name for name, feature in features.items() if is_text(feature)]
 
 
 def hub_data(args: GlueArguments) -> dict[str, Any]:
@@ -222,6 +236,14 @@ def choose_length(requested: int | None, longest: int | None, tokenizer: PreTrai
     return requested
 
 
+def check_best_metric(training_args: TrainingArguments, names: Iterable[str], parts: Iterable[str]) -> None:
+    """Refuse to look for the best model by what is not computed, as Trainer would, but before it trains."""
+    known = [f"{part}_{name}" for part in parts for name in names] or list(names)
+    wanted = training_args.metric_for_best_model
+    if training_args.load_best_model_at_end and wanted.removeprefix("eval_") not in known:
+        raise ValueError(f"--metric_for_best_model must be one of {', '.join(known)}, got {wanted}")
+
+
 def main(argv: list[str] | None = None) -> None:
     args, training_args = parse_arguments([GlueArguments, TrainingArguments], argv)
     check_arguments(args, training_args)
@@ -254,10 +276,15 @@ def run(args: GlueArguments, training_args: TrainingArguments) -> None:
         labels_from = None if training_args.do_train else config
         task = infer_task(tables[splits[0]], text_columns, args.label_column, labels_from)
     set_labels(config, task, args.task_name, trains=training_args.do_train)
-    num_labels = config.num_labels
+    of_task = config
     config = override_config(config, args.config_overrides)
-    if config.num_labels != num_labels:
-        raise ValueError(f"--config_overrides: num_labels is the task's, {num_labels}, got {config.num_labels}")
+    for name in ("num_labels", "problem_type"):
+        if getattr(config, name) != getattr(of_task, name):
+            raise ValueError(
+                f"--config_overrides: {name} is the task's, {getattr(of_task, name)}, got {getattr(config, name)}"
+            )
+    if task.labels is None and training_args.label_smoothing_factor > 0:
+        raise ValueError("--label_smoothing_factor is for classes, and the task is a regression: leave it out")
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path, config)
     model = load_pretrained(
         AutoModelForSequenceClassification,
@@ -285,6 +312,7 @@ def run(args: GlueArguments, training_args: TrainingArguments) -> None:
         }
 
     metric = GlueMetric(task.metric, keep_in_memory=True)
+    check_best_metric(training_args, ["loss", *metric.compute(predictions=[0, 1], references=[0, 1])], task.parts)
 
     def predictions_of(logits, _labels):
         logits = logits[0] if isinstance(logits, tuple) else logits

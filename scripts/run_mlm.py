@@ -104,7 +104,9 @@ class MLMArguments:
     )
     config_overrides: str | None = field(
         default=None,
-        metadata={"help": "values to change in the model's configuration: num_hash=64,use_expectation=false"},
+        metadata={
+            "help": "values to change in the model's configuration, num_hash=64,use_expectation=false or a JSON object"
+        },
     )
     attn_implementation: str | None = field(
         default=None, metadata={"help": "attention of models that let it be chosen: yoso, yoso_expectation, sdpa, ..."}
@@ -181,6 +183,8 @@ def check_arguments(args: MLMArguments, training_args: TrainingArguments) -> Non
         raise ValueError(f"--mlm_probability must be above 0 and below 1, got {args.mlm_probability}")
     if args.max_eval_blocks is not None and args.max_eval_blocks < 1:
         raise ValueError(f"--max_eval_blocks must be at least 1, got {args.max_eval_blocks}")
+    if args.shuffle_buffer < 0:
+        raise ValueError(f"--shuffle_buffer must be at least 0, which leaves the order, got {args.shuffle_buffer}")
     if args.streaming and training_args.do_train and training_args.max_steps <= 0:
         raise ValueError("--streaming needs --max_steps: the length of the corpus is not known")
     if args.streaming and training_args.do_eval and args.max_eval_blocks is None:

@@ -574,6 +574,7 @@ def test_labels_may_differ_in_case_alone(labels):
         (["0", "10", "2"], ("0", "2", "10")),
         (["001", "002", "010"], ("001", "002", "010")),
         (["1", "2.5", "-3e2"], None),
+        ([".5", " 00.5", "1."], None),
         (["1", "", "0"], ("0", "1")),
         (["null", "NA", "x"], ("NA", "null", "x")),
         (["99999999999999999999", "x", "1"], ("1", "99999999999999999999", "x")),
@@ -587,6 +588,32 @@ def test_labels_of_a_csv_file_are_what_is_written_there(tmp_path, labels, expect
     assert (task.labels, task.columns) == (expected, ("text",))
     assert table.rows["text"][:] == ["good, fine"] * 3
     assert table.rows["id"][:] == [7] * 3
+
+
+def test_numbers_beside_something_else_are_classes_with_a_warning(tmp_path, caplog):
+    labels = ["0.5", "1.5", "2.5", "NA"]
+    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"good,{label}\n" for label in labels))
+    task = infer_task(read_file("train_file", str(tmp_path / "a.csv")), [], "label")
+    assert task.labels == tuple(labels)
+    assert "column 'label' holds numbers beside 'NA', so that each is a class" in caplog.text
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_texts_of_a_csv_file_may_all_be_numbers(run_glue, checkpoints, tmp_path, named):
+    """Where the column is named, or holds other text in the training data."""
+    (tmp_path / "train.csv").write_text("a,label\n007,0\ngood film,1\n")
+    (tmp_path / "validation.csv").write_text("a,label\n1984,1\n2001,0\n")
+    names = {"sentence1_column": "a"} if named else {}
+    files = {f"{split}_file": tmp_path / f"{split}.csv" for split in ("train", "validation")}
+    if named:
+        files["train_file"] = files["validation_file"]
+    args, _ = run_glue.parse_arguments(
+        [run_glue.GlueArguments, run_glue.TrainingArguments],
+        arguments(model_name_or_path=checkpoints / "bert", output_dir=tmp_path / "run", **files, **names),
+    )
+    tables = run_glue.read_tables(args, ["train", "validation"])
+    assert tables["validation"].rows["a"][:] == ["1984", "2001"]
+    assert tables["validation"].rows["label"][:] == [1, 0]
 
 
 def test_a_csv_column_has_one_type_whatever_rows_are_read_at_once(tmp_path):
@@ -989,7 +1016,34 @@ BAD_INPUT = {
         "--attn_implementation eager has no effect on Yoso",
     ),
     "labels by override": ({"config_overrides": "num_labels=5"}, "num_labels is the task's, 2, got 5"),
+    "problem type by override": (
+        {"config_overrides": "problem_type=multi_label_classification"},
+        "problem_type is the task's, single_label_classification, got multi_label_classification",
+    ),
+    "label smoothing of scores": (
+        {
+            "task_name": "stsb",
+            "train_file": [{"sentence1": "a", "sentence2": "b", "label": 2.5}],
+            "validation_file": [{"sentence1": "a", "sentence2": "b", "label": 2.5}],
+            "label_smoothing_factor": 0.1,
+        },
+        "--label_smoothing_factor is for classes, and the task is a regression",
+    ),
+    "best metric": (
+        {
+            "load_best_model_at_end": True,
+            "save_strategy": "best",
+            "eval_strategy": "steps",
+            "metric_for_best_model": "f1",
+        },
+        "--metric_for_best_model must be one of loss, accuracy, got f1",
+    ),
     "override": ({"config_overrides": "num_hashes=64"}, "--config_overrides: BertConfig has no 'num_hashes'"),
+    "override with commas": (
+        {"config_overrides": "hash_code_len=[3,4]"},
+        "must be name=value,name=value, or a JSON object, .*, where a value has commas, got '4]'",
+    ),
+    "broken override": ({"config_overrides": '{"hash_code_len":[3'}, "is no JSON object: Expecting"),
     "override's value": (
         {"architecture": "yoso", "config_overrides": "num_hash=0"},
         "--config_overrides num_hash=0: .*\n.*num_hash must be at least 1",
@@ -1024,7 +1078,11 @@ def test_bad_input_is_refused_before_work_begins(run_glue, checkpoints, tmp_path
     [
         ("train.txt", "good", "must end in one of .csv, .json, .jsonl, .parquet"),
         ("train.jsonl", "", "the file is empty"),
-        ("train.csv", "sentence,label\n", "no rows can be read as csv"),
+        (
+            "train.csv",
+            "sentence,label\n",
+            "no rows can be read as csv: there is nothing below the header, sentence, label",
+        ),
         ("train.json", "[]", "no rows can be read as json"),
         ("train.jsonl", '{"sentence": "good", "lab', "no rows can be read as json"),
         ("train.parquet", "nothing of the kind", "no rows can be read as parquet"),

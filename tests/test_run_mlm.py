@@ -475,6 +475,7 @@ REFUSED = {
         {"model_type": "roberta", "config_overrides": overrides(ROBERTA), "block_size": 65},
         "--block_size 65 is longer .* 64 tokens: its max_position_embeddings is 66; .*max_position_embeddings=67",
     ),
+    "shuffling": ({"shuffle_buffer": -1}, "--shuffle_buffer must be at least 0, which leaves the order, got -1"),
     "short block": ({"block_size": 7}, "--block_size must be at least 8, got 7"),
     "tau": ({"config_overrides": overrides(YOSO | {"hash_code_len": 17})}, "hash_code_len must be in 1..16, got 17"),
     "m": ({"config_overrides": overrides(YOSO | {"num_hash": 0})}, "num_hash must be at least 1, got 0"),

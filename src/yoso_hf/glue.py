@@ -2,7 +2,8 @@
 
 import glob
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,10 @@ TASKS = {
 
 # what an empty cell is read as, in csv files the latter
 _NO_LABEL = (None, "")
-# what is a number in a csv file; 007 is a name
+# what is a number in a csv file; 007 is a name, 00.5 is none
 _NUMBERS = {
     "int64": r"^-?(0|[1-9][0-9]{0,17})$",
-    "float64": r"^-?(0|[1-9][0-9]*)(\.[0-9]*)?([eE][-+]?[0-9]+)?$",
+    "float64": r"^-?(0|[1-9][0-9]*|[0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$",
 }
 _FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
@@ -108,16 +109,17 @@ def check_file(argument: str, path: str) -> None:
         raise ValueError(f"{source}: the file is empty")
 
 
-def read_file(argument: str, path: str) -> Table:
+def read_file(argument: str, path: str, texts: Collection[str] = ()) -> Table:
     """Read a local file.
 
     Args:
         argument: the argument that named the file.
         path: a .csv, .json, .jsonl or .parquet file, which `check_file` lets pass.
+        texts: columns of a .csv file that are text, also where all of them could be numbers.
 
     Returns:
-        Its rows. Of a .csv file, a column that holds numbers throughout is of numbers, and every other one is text as
-        it is written there: 007, null.
+        Its rows. Of a .csv file, another column that holds numbers throughout is of numbers, blanks around them left
+        out, and every other one is text as it is written there: 007, null.
 
     Raises:
         ValueError: the file cannot be read as its ending says, or holds no rows.
@@ -131,33 +133,44 @@ def read_file(argument: str, path: str) -> Table:
         raise ValueError(f"{source}: no rows can be read as {kind}: {error.__cause__ or error}") from error
     if not len(rows):
         raise ValueError(f"{source}: the file holds no rows")
-    return Table(source, _with_plain_types(rows, numbers_are_texts=kind == "csv"))
+    rows = _with_plain_types(rows)
+    return Table(source, _with_numbers(rows, set(rows.column_names) - set(texts)) if kind == "csv" else rows)
 
 
 def _csv_options(path: str) -> dict[str, Any]:
     """What has each cell of a file stay as it is written: pandas, left alone, takes 001 for 1 and null for no text."""
     first = pd.read_csv(path, nrows=1, dtype=str, keep_default_na=False)
+    if not len(first):
+        raise ValueError(f"there is nothing below the header, {', '.join(first.columns)}")
     # which pandas makes of a field more than the header has
-    if len(first) > 0 and not isinstance(first.index, pd.RangeIndex):
+    if not isinstance(first.index, pd.RangeIndex):
         raise ValueError(f"the first row has more fields than the header, {', '.join(first.columns)}")
     features = datasets.Features({column: datasets.Value("string") for column in first.columns})
     return {"features": features, "keep_default_na": False}
 
 
-def _with_plain_types(rows: datasets.Dataset, *, numbers_are_texts: bool) -> datasets.Dataset:
-    """Numbers as numbers, where a whole column is of them, and classes by their names."""
+def _with_plain_types(rows: datasets.Dataset) -> datasets.Dataset:
+    """Decimals as the numbers they are, and classes by their names."""
     for name, feature in rows.features.items():
         if isinstance(feature, datasets.ClassLabel):
             names = [None if index in (None, -1) else feature.names[index] for index in rows[name]]
             rows = rows.remove_columns(name).add_column(name, names, feature=datasets.Value("string"))
         elif str(getattr(feature, "dtype", "")).startswith("decimal"):
             rows = rows.cast_column(name, datasets.Value("float64"))
-        elif numbers_are_texts:
-            for dtype, pattern in _NUMBERS.items():
-                if pc.all(pc.match_substring_regex(rows.data.column(name), pattern)).as_py():
-                    rows = rows.cast_column(name, datasets.Value(dtype))
-                    break
     return rows
+
+
+def _with_numbers(rows: datasets.Dataset, columns: Collection[str]) -> datasets.Dataset:
+    """Texts as numbers, where a whole column is of them."""
+    order = rows.column_names
+    for name in columns:
+        texts = pc.utf8_trim_whitespace(rows.data.column(name))
+        for dtype, pattern in _NUMBERS.items():
+            if pc.all(pc.match_substring_regex(texts, pattern)).as_py():
+                numbers = pc.cast(texts, dtype).to_pylist()
+                rows = rows.remove_columns(name).add_column(name, numbers, feature=datasets.Value(dtype))
+                break
+    return rows.select_columns(order)
 
 
 def read_hub(task_name: str, splits: Sequence[str]) -> dict[str, Table]:
@@ -199,10 +212,13 @@ def infer_task(
             than two classes.
     """
     features = table.rows.features
-    texts = [name for name, feature in features.items() if name != label_column and _is_text(feature)]
+    texts = [name for name, feature in features.items() if name != label_column and is_text(feature)]
     columns = tuple(text_columns or texts)
     if not columns:
-        raise ValueError(f"{table.source} has no column of text beside the label; it has {', '.join(features)}")
+        raise ValueError(
+            f"{table.source} has no column of text beside the label; it has {', '.join(features)}: "
+            "--sentence1_column takes one whose texts all are numbers"
+        )
     if len(columns) > 2:
         raise ValueError(
             f"{table.source} has {len(columns)} columns of text beside {label_column!r}, {', '.join(columns)}: "
@@ -222,6 +238,12 @@ def infer_task(
         is_regression = str(features[label_column].dtype).startswith("float")
         present = [label for label in table.rows.unique(label_column) if label not in _NO_LABEL]
         labels = tuple(map(str, sorted(present)))
+        names = [label for label in labels if not re.search(_NUMBERS["float64"], label)]
+        if not is_regression and len(names) < len(labels) // 2 and any("." in label for label in labels):
+            logger.warning(
+                f"{table.source}: column {label_column!r} holds numbers beside {', '.join(map(repr, names[:5]))}, so "
+                "that each is a class; numbers alone make a regression"
+            )
     if is_regression:
         return GlueTask("stsb", columns, None, ("predictions",), label_column)
     if len(labels) < 2:
@@ -289,7 +311,7 @@ def encode(
     """
     _check_columns(table, task.columns)
     for column in task.columns:
-        if not _is_text(table.rows.features[column]):
+        if not is_text(table.rows.features[column]):
             raise ValueError(f"{table.source}: column {column!r} must hold text, got {table.rows.features[column]}")
         if None in table.rows.unique(column):
             raise ValueError(f"{table.source}: column {column!r} has rows without a text")
@@ -309,7 +331,8 @@ def encode(
     return encoded if labels is None else encoded.add_column("labels", labels)
 
 
-def _is_text(feature: object) -> bool:
+def is_text(feature: object) -> bool:
+    """Whether a column with this feature, of a datasets.Dataset, holds text."""
     return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
 
 

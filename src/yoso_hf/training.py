@@ -423,16 +423,23 @@ def override_config(config: PreTrainedConfig, overrides: str | None) -> PreTrain
         The new configuration.
 
     Raises:
-        ValueError: an item is not `name=value`, or config has no such name or does not allow the value.
+        ValueError: an item is not `name=value`, the object is no JSON, or config has no such name or does not allow
+            the value.
     """
     if overrides and overrides.startswith("{"):
-        given = json.loads(overrides)
+        try:
+            given = json.loads(overrides)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--config_overrides {overrides} is no JSON object: {error}") from error
     else:
         given = {}
         for item in overrides.split(",") if overrides else ():
             name, equals, text = (part.strip() for part in item.partition("="))
             if not equals or not name:
-                raise ValueError(f"--config_overrides must be name=value,name=value, got {item!r}")
+                raise ValueError(
+                    f'--config_overrides must be name=value,name=value, or a JSON object, {{"name": [1, 2]}}, where a '
+                    f"value has commas, got {item!r}"
+                )
             given[name] = text
     values = {}
     for name, value in given.items():
