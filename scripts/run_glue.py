@@ -120,6 +120,10 @@ class GlueArguments:
         """The arguments that name a file, with their values."""
         return {name: value for name, value in vars(self).items() if name.endswith("_file") and value}
 
+    def text_columns(self) -> list[str]:
+        """The columns of text that are named."""
+        return [column for column in (self.sentence1_column, self.sentence2_column) if column]
+
     def of_training(self) -> dict[str, Any]:
         """The arguments that decide what is learned: all but those of evaluation and prediction."""
         others = ("validation_", "test_", "max_eval_", "max_predict_")
@@ -184,11 +188,11 @@ def read_tables(args: GlueArguments, splits: list[str]) -> dict[str, Table]:
     """The whole splits, from files or from the hub."""
     if not args.files():
         return read_hub(args.task_name, splits)
-    texts = TASKS[args.task_name].columns if args.task_name else (args.sentence1_column, args.sentence2_column)
+    texts = TASKS[args.task_name].columns if args.task_name else args.text_columns()
     tables = {}
     for split in splits:
         name = FILE_ARGUMENTS[split]
-        tables[split] = read_file(name, getattr(args, name), [*filter(None, texts), *texts_of(tables)])
+        tables[split] = read_file(name, getattr(args, name), [*texts, *texts_of(tables)])
     return tables
 
 
@@ -272,9 +276,8 @@ def run(args: GlueArguments, training_args: TrainingArguments) -> None:
     if args.task_name:
         task = TASKS[args.task_name]
     else:
-        text_columns = [column for column in (args.sentence1_column, args.sentence2_column) if column]
         labels_from = None if training_args.do_train else config
-        task = infer_task(tables[splits[0]], text_columns, args.label_column, labels_from)
+        task = infer_task(tables[splits[0]], args.text_columns(), args.label_column, labels_from)
     set_labels(config, task, args.task_name, trains=training_args.do_train)
     of_task = config
     config = override_config(config, args.config_overrides)

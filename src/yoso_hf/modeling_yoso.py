@@ -815,7 +815,7 @@ class YosoForQuestionAnswering(YosoPreTrainedModel):
 
         Returns:
             QuestionAnsweringModelOutput with start_logits and end_logits of shape [B, N], the lowest number
-            of their dtype at padding.
+            of their dtype at padding. The loss of a batch without answers is NaN, as BERT's is.
         """
         outputs = self.yoso(
             input_ids,
