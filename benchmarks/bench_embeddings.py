@@ -28,6 +28,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import yoso_hf  # noqa: F401, registers the attention
 from yoso_hf.fitting import fit_hash_code_len
+from yoso_hf.modeling_yoso import tile_positions
 
 SOFTMAX = "softmax"
 FITTED = "fitted"
@@ -65,9 +66,10 @@ def lengthen(model: PreTrainedModel, length: int) -> None:
     table = model.get_submodule("embeddings.position_embeddings")
     # RoBERTa's positions begin after that of padding
     first = 0 if table.padding_idx is None else table.padding_idx + 1
-    own, rows = table.num_embeddings - first, max(first + length, table.num_embeddings)
-    count = torch.arange(rows, device=table.weight.device)
-    weight = table.weight.detach()[torch.where(count < first, count, first + (count - first) % own)]
+    rows = max(first + length, table.num_embeddings)
+    weight = table.weight.detach()
+    weight = torch.cat([weight[:first], tile_positions(weight[first:], rows - first)])
+    count = torch.arange(rows, device=weight.device)
     model.embeddings.position_embeddings = nn.Embedding.from_pretrained(weight)
     model.embeddings.register_buffer("position_ids", count[None], persistent=False)
     model.embeddings.register_buffer("token_type_ids", torch.zeros_like(count[None]), persistent=False)

@@ -14,7 +14,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -22,6 +22,10 @@ from torch import Tensor
 
 from yoso_hf import ops
 from yoso_hf.training import write_text
+
+if TYPE_CHECKING:
+    # which machines that only measure need not have
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -320,3 +324,16 @@ def write_results(
         result["table"] = table
     write_text(path, json.dumps(result, indent=1) + "\n")
     print(f"\nwritten to {path}")
+
+
+def save_picture(figure: "Figure", path: Path) -> None:
+    """Write a picture, whole or not at all.
+
+    Args:
+        figure: what is to be seen.
+        path: the file, which ends in .png.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp.png")
+    figure.savefig(temporary, dpi=120)
+    temporary.replace(path)

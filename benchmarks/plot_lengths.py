@@ -11,11 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.ticker import LogLocator  # noqa: E402
+from harness import save_picture
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 YOSO = {"color": "black", "linewidth": 2.5, "marker": "o", "zorder": 3}
 SOFTMAX = {"color": "tab:red"}
@@ -30,7 +29,7 @@ STYLES = {
 OTHERS = ("tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:brown", "tab:pink")
 
 
-def draw(panel: plt.Axes, rows: list[dict[str, Any]], key: str, label: str) -> None:
+def draw(panel: Axes, rows: list[dict[str, Any]], key: str, label: str) -> None:
     panel.set_prop_cycle(color=OTHERS)
     for case in dict.fromkeys(row["case"] for row in rows):
         points = sorted((row["length"], row[key]) for row in rows if row["case"] == case and row[key] is not None)
@@ -59,18 +58,15 @@ def main() -> None:
         (args.attention, "forward and backward", "one attention call, forward and backward"),
         (args.models, "training step", "training step of a model of two base-size layers"),
     ]
-    figure, panels = plt.subplots(2, 2, figsize=(12, 7.5), layout="constrained")
-    for (path, task, title), (time, memory) in zip(sources, panels, strict=True):
+    figure = Figure(figsize=(12, 7.5), layout="constrained")
+    for (path, task, title), (time, memory) in zip(sources, figure.subplots(2, 2), strict=True):
         rows = json.loads(path.read_text())["rows"]
         rows = [row for row in rows if row["group"] == "lengths" and row["task"] == task]
         draw(time, rows, "ms", "milliseconds")
         draw(memory, rows, "peak_mib", "peak memory, MiB")
         time.set_title(title, loc="left")
         memory.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = args.output.with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=120)
-    temporary.replace(args.output)
+    save_picture(figure, args.output)
     print(f"written to {args.output}")
 
 

@@ -10,12 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from harness import save_picture
+from matplotlib.figure import Figure
 
 from yoso_hf.training import write_text
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -40,16 +38,15 @@ def main() -> None:
         label, _, folder = run.partition("=")
         runs[label] = read_run(Path(folder))
 
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
     for label, run in runs.items():
         (line,) = axes.plot(*zip(*run["evaluation"], strict=True), marker="o", label=f"{label}, evaluation")
         axes.plot(*zip(*run["training"], strict=True), color=line.get_color(), alpha=0.4, label=f"{label}, training")
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.legend()
-    temporary = args.output.with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=120)
-    temporary.replace(args.output.with_suffix(".png"))
+    save_picture(figure, args.output.with_suffix(".png"))
     write_text(args.output.with_suffix(".json"), json.dumps({"commit": args.commit, "runs": runs}, indent=1) + "\n")
 
 

@@ -59,6 +59,7 @@ REPORT_FILE = "conversion.json"
 # what sentence-transformers keeps beside an encoder: its settings of it, and what follows the encoder
 _SENTENCE_SETTINGS = "sentence_*_config.json"
 _SENTENCE_MODULES = "modules.json"
+_SENTENCE_FILES = (_SENTENCE_MODULES, "config_sentence_transformers.json", _SENTENCE_SETTINGS)
 POSITION_METHODS = ("tile", "interpolate")
 # what a softmax model's attention becomes unless the caller says otherwise, as with attn_implementation="yoso"
 SOFTMAX_ATTENTION = _of_yoso_config(SETTINGS)
@@ -474,7 +475,7 @@ def _read_tokenizer(name_or_path: str | os.PathLike) -> PreTrainedTokenizerBase 
 
 def _find_sentence_files(source: str) -> dict[str, Path]:
     """The files that make a checkpoint one of sentence-transformers, by their names in it; none of another."""
-    patterns = [_SENTENCE_MODULES, "config_sentence_transformers.json", _SENTENCE_SETTINGS]
+    patterns = [*_SENTENCE_FILES]
     root = _folder_with(source, patterns)
     if not (root / _SENTENCE_MODULES).is_file():
         return {}
@@ -778,7 +779,7 @@ def _check_output(output_dir: Path, source: str | os.PathLike, overwrite: bool) 
         raise ValueError(f"output_dir {output_dir} holds files but no config.json: only a checkpoint is overwritten")
     # what lies beside a checkpoint would be lost: a repository, a training run, notes
     kept = [REPORT_FILE, "generation_config.json", "*.index.json", "*.py", "__pycache__", *MODEL_FILES]
-    kept += [_SENTENCE_MODULES, "config_sentence_transformers.json", _SENTENCE_SETTINGS]
+    kept += _SENTENCE_FILES
     kept += [name.partition("/")[0] for name in _find_sentence_files(str(output_dir))]
     names = sorted(path.name for path in output_dir.iterdir())
     foreign = [name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in kept)]
