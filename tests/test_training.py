@@ -145,7 +145,7 @@ def test_overrides_are_typed_and_checked():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("num_hash", "must be name=value,name=value, got 'num_hash'"),
+        ("num_hash", "must be name=value,name=value, or a JSON object, .*, got 'num_hash'"),
         ("num_hashes=3", "YosoConfig has no 'num_hashes'; did you mean num_hash\\?$"),
         ("yoso_num_hash=3", "YosoConfig has no 'yoso_num_hash'"),
         ("qqq=3", "YosoConfig has no 'qqq'$"),
