@@ -217,7 +217,7 @@ def infer_task(
     if not columns:
         raise ValueError(
             f"{table.source} has no column of text beside the label; it has {', '.join(features)}: "
-            "--sentence1_column takes one whose texts all are numbers"
+            "of a .csv file --sentence1_column takes one whose texts all are numbers"
         )
     if len(columns) > 2:
         raise ValueError(
