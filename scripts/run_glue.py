@@ -34,7 +34,7 @@ Arguments on the command line override those of the YAML file; transformers' Tra
 command with the same output_dir resumes from the last checkpoint. all_results.json there holds the scores.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -240,7 +240,7 @@ def choose_length(requested: int | None, longest: int | None, tokenizer: PreTrai
     return requested
 
 
-def check_best_metric(training_args: TrainingArguments, names: Iterable[str], parts: Iterable[str]) -> None:
+def check_best_metric(training_args: TrainingArguments, names: Sequence[str], parts: Sequence[str]) -> None:
     """Refuse to look for the best model by what is not computed, as Trainer would, but before it trains."""
     known = [f"{part}_{name}" for part in parts for name in names] or list(names)
     wanted = training_args.metric_for_best_model

@@ -677,6 +677,12 @@ def test_kernels_refuse_what_would_read_past_a_buffer():
     for call in bad_calls:
         with pytest.raises(RuntimeError, match="must"):
             call()
+    # wider than the other inputs, where these have 16 bits
+    halves = [x.bfloat16() for x in (query, key, value)]
+    with pytest.raises(RuntimeError, match="remainder must be float32 here, got bfloat16"):
+        ops.first_order_attention(*halves, one, shift, heavy, grad.bfloat16(), total, 0.5)
+    with pytest.raises(RuntimeError, match=r"value must have shape \[2, 2, 11, \*\], got \[2, 2, 10, 6\]"):
+        remainder(value=value[:, :, :-1])
 
 
 @needs_kernels

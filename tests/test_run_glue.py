@@ -590,12 +590,24 @@ def test_labels_of_a_csv_file_are_what_is_written_there(tmp_path, labels, expect
     assert table.rows["id"][:] == [7] * 3
 
 
-def test_numbers_beside_something_else_are_classes_with_a_warning(tmp_path, caplog):
-    labels = ["0.5", "1.5", "2.5", "NA"]
-    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"good,{label}\n" for label in labels))
-    task = infer_task(read_file("train_file", str(tmp_path / "a.csv")), [], "label")
-    assert task.labels == tuple(labels)
-    assert "column 'label' holds numbers beside 'NA', so that each is a class" in caplog.text
+@pytest.mark.parametrize(
+    ("ending", "labels", "warned"),
+    [
+        ("csv", ("0.5", "1.5", "2.5", "NA"), True),
+        ("jsonl", ("0.5", "1.5"), True),
+        ("csv", ("0.5", "NA", "x"), False),
+        ("csv", ("0", "1", "NA"), False),
+    ],
+)
+def test_numbers_as_text_are_classes_with_a_warning(tmp_path, caplog, ending, labels, warned):
+    path = tmp_path / f"a.{ending}"
+    if ending == "csv":
+        path.write_text("text,label\n" + "".join(f"good,{label}\n" for label in labels))
+    else:
+        write_rows(path, [{"text": "good", "label": label} for label in labels])
+    assert infer_task(read_file("train_file", str(path)), [], "label").labels == labels
+    warning = "column 'label' holds text that is mostly numbers, such as '0.5', and each is a class"
+    assert (warning in caplog.text) == warned
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -238,11 +238,11 @@ def infer_task(
         is_regression = str(features[label_column].dtype).startswith("float")
         present = [label for label in table.rows.unique(label_column) if label not in _NO_LABEL]
         labels = tuple(map(str, sorted(present)))
-        names = [label for label in labels if not re.search(_NUMBERS["float64"], label)]
-        if not is_regression and len(names) < len(labels) // 2 and any("." in label for label in labels):
+        numbers = [label for label in labels if "." in label and re.search(_NUMBERS["float64"], label)]
+        if not is_regression and 2 * len(numbers) > len(labels):
             logger.warning(
-                f"{table.source}: column {label_column!r} holds numbers beside {', '.join(map(repr, names[:5]))}, so "
-                "that each is a class; numbers alone make a regression"
+                f"{table.source}: column {label_column!r} holds text that is mostly numbers, such as {numbers[0]!r}, "
+                "and each is a class; a column of numbers alone makes a regression"
             )
     if is_regression:
         return GlueTask("stsb", columns, None, ("predictions",), label_column)
