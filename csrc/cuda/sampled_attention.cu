@@ -36,7 +36,7 @@ constexpr int kCopyThreads = 1024;
 // that a query has, queries that a lane has, how many of a block's queries there are at least for every entry of a
 // table, and tables that threads wait for at once if these fit.
 constexpr int kSharingThreads = 512, kSharingLanes = 2, kSharingQueries = 8, kQueriesOfEntry = 2;
-constexpr int kTablesAtOnce = 2;
+constexpr int kTablesAtOnce = 4;
 constexpr int kSharingColumns = kSharingLanes * kLaneColumns, kSharingRows = kSharingThreads / kSharingLanes;
 // Rows that a lane scales at a time.
 constexpr int kRowsScaled = 8;
@@ -453,12 +453,75 @@ struct SharingPlace {
   }
 };
 
-// Adds up the buckets of a block's queries, where tables hold all hash functions and rows are aligned, in some columns.
-// A block has those of each table in turn in shared memory: of as many tables as at_once says, a power of two, and of
-// as many on their way. Entries are added by tensor cores, as products of the identity with these.
+// Stores what a thread of add_shared_tables has added up.
 template <class In, class Code>
-__device__ __forceinline__ void add_shared_tables(const Problem<In, Code>& p, int at_once, uint32_t number) {
+__device__ __forceinline__ void store_shared_sums(const Problem<In, Code>& p, uint32_t number,
+                                                  const float (&sums)[kSharingQueries][2][4]) {
   using T = Accumulator<In>;
+  // found again, as registers are short
+  const SharingPlace end(p, number);
+  const int thread = static_cast<int>(unknown(threadIdx.x)), g = thread % kWarp / 4, t = thread % 4;
+  const int32_t batch_head = p.first_head + end.head;
+  In* const out = p.out.at(batch_head / p.H, batch_head % p.H, end.first_row) + end.first_column;
+  // what is not finite has made no numbers of other rows' sums, by products with zero
+  float zero = 0;
+#pragma unroll
+  for (int i = 0; i < kSharingQueries; ++i)
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) zero += 0 * sums[i][n][j];
+  if (__ballot_sync(kAllLanes, zero != 0) != 0) {
+    const int32_t lane_column = thread % kSharingLanes * kLaneColumns;
+    if (end.first_column + lane_column >= p.Dv) return;
+#pragma unroll 1
+    for (int row = thread / kSharingLanes; row < end.rows; row += kSharingRows) {
+      T sum[kLaneColumns] = {};
+#pragma unroll 1
+      for (int32_t hash = 0; hash < p.num_hash; ++hash) {
+        const auto code = static_cast<uint32_t>(end.codes(p, row)[int64_t{hash} * p.N]);
+        Sum<In> entry[kLaneColumns] = {};
+        if (code >> p.hash_code_len == 0)
+          load(row_at(end.tables(p) + lane_column, (hash << p.hash_code_len) + code, p.entry_bytes), entry);
+        add(entry, sum);
+      }
+      In rounded[kLaneColumns];
+#pragma unroll
+      for (int c = 0; c < kLaneColumns; ++c) rounded[c] = static_cast<In>(sum[c] * (T{1} / p.num_hash));
+      store(rounded, out + row * p.out.row_stride + lane_column);
+    }
+    return;
+  }
+  // of the entries that the sums are of, a warp's lanes have kRows rows' in turn
+  constexpr int kRows = 8 / kSharingLanes;
+  const int32_t column = g % kSharingLanes * kLaneColumns + 2 * t;
+  if (end.first_column + column >= p.Dv) return;
+  const float scale = 1.0f / p.num_hash;
+  int row = thread / kWarp * (kWarp / kSharingLanes) + g / kSharingLanes;
+  In* to = out + row * p.out.row_stride + column;
+#pragma unroll
+  for (int i = 0; i < kSharingQueries; ++i) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (row < end.rows)
+          *reinterpret_cast<uint32_t*>(to) = pack<In>(sums[i][n][2 * j] * scale, sums[i][n][2 * j + 1] * scale);
+        row += kRows;
+        to += kRows * p.out.row_stride;
+      }
+    row += kSharingRows - 4 * kRows;
+    to += (kSharingRows - 4 * kRows) * p.out.row_stride;
+  }
+}
+
+// Adds up the buckets of a block's queries, where tables hold all hash functions and rows are aligned, in slices of the
+// columns, one after the other. A block has a slice of each table in turn in shared memory: of as many tables as
+// at_once says, a power of two, and of as many on their way. Entries are added by tensor cores, as products of the
+// identity with these.
+template <class In, class Code>
+__device__ __forceinline__ void add_shared_tables(const Problem<In, Code>& p, int at_once, uint32_t number,
+                                                  int32_t slices) {
   constexpr int kPieceColumns = kPieceBytes / sizeof(Sum<In>), kPieces = kSharingColumns / kPieceColumns;
   constexpr int kAhead = kSharingQueries / 2;
   const SharingPlace begin(p, number);
@@ -475,28 +538,24 @@ __device__ __forceinline__ void add_shared_tables(const Problem<In, Code>& p, in
            threadIdx.x % kSharingColumns] = 0;
   const uint32_t shared_address = unknown(static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
   const uint32_t table_bytes = unknown(shared_size * sizeof(Sum<In>)), slots = 2 * at_once - 1;
-  const int copied_column = threadIdx.x % kPieces * kPieceColumns;
-  // nobody writes these: what stands there may not be finite
-  const bool clear = begin.first_column + copied_column >= p.row_columns;
-  // of the next table, what the thread copies first
-  const Sum<In>* next_table =
-      unknown(row_at(begin.tables(p) + (clear ? 0 : copied_column), threadIdx.x / kPieces, p.entry_bytes));
+  const int32_t tables = slices * p.num_hash;
+  // the tables of the last columns that there are may have none for the thread: what nobody writes may not be finite
+  const int32_t last_column = begin.first_column + (slices - 1) * kSharingColumns;
+  const int32_t first_clear =
+      last_column + static_cast<int>(threadIdx.x) % kPieces * kPieceColumns < p.row_columns ? tables
+                                                                                              : tables - p.num_hash;
+  // of the next table, what the thread copies first; a table's slice lies together, and behind it the next table's
+  const Sum<In>* next_piece = unknown(begin.tables(p) + threadIdx.x * kPieceColumns);
   const auto copy_tables = [&](int32_t first) {
 #pragma unroll 1
-    for (int32_t hash = first; hash < min(first + at_once, p.num_hash); ++hash) {
-      uint32_t to = shared_address + (hash & slots) * table_bytes + threadIdx.x * kPieceBytes;
-      const Sum<In>* from = next_table;
-      next_table = row_at(next_table, table_size, p.entry_bytes);
-      // two at a time, with addresses of their own: until a copy has read its, nothing can be written there
-      constexpr int kStep = kSharingThreads / kPieces;
-#pragma unroll 1
-      for (int32_t entry = threadIdx.x / kPieces; entry < table_size; entry += 2 * kStep) {
-        const Sum<In>* const second = row_at(from, kStep, p.entry_bytes);
-        copy_ahead<16>(to, from, clear);
-        if (entry + kStep < table_size) copy_ahead<16>(to + kSharingThreads * kPieceBytes, second, clear);
-        to += 2 * kSharingThreads * kPieceBytes;
-        from = row_at(second, kStep, p.entry_bytes);
-      }
+    for (int32_t table = first; table < min(first + at_once, tables); ++table) {
+      const uint32_t to = shared_address + (table & slots) * table_bytes + threadIdx.x * kPieceBytes;
+      const bool clear = table >= first_clear;
+      // the next, for the compiler to know all addresses: until a copy has read its own, nothing can be written there
+#pragma unroll 2
+      for (int32_t piece = threadIdx.x, i = 0; piece < table_size * kPieces; piece += kSharingThreads, ++i)
+        copy_ahead<16>(to + i * kSharingThreads * kPieceBytes, next_piece + i * kSharingThreads * kPieceColumns, clear);
+      next_piece += table_size * kSharingColumns;
     }
   };
   // how many queries the lane has; past the last there is no bucket
@@ -509,96 +568,47 @@ __device__ __forceinline__ void add_shared_tables(const Problem<In, Code>& p, in
   };
   memset(next, -1, sizeof(next));
   load_codes();
-  // of the entries of the warp's lanes, columns 2t and 2t + 1 of those of lanes g, g + 8, g + 16 and g + 24
-  float sums[kSharingQueries][2][4] = {};
   const int warp_lane = threadIdx.x % kWarp;
   const uint32_t one = unknown(warp_lane / 8 == warp_lane % 4 ? 0x3F80u << (warp_lane / 4 % 2 * 16) : 0);
   const uint32_t identity[4] = {one, 0, 0, one};
   const uint32_t lane_address = unknown(shared_address + threadIdx.x % kSharingLanes * kPieceBytes);
   copy_tables(0);
-  for (int32_t hash = 0; hash < p.num_hash; ++hash) {
-    if ((hash & (at_once - 1)) == 0) {
-      wait_for_copies();
-      // the tables are there, and all have read those before
-      __syncthreads();
-      copy_tables(hash + at_once);
-    }
-    // of all queries before the next codes are loaded: who waits for one waits for all
-    uint32_t entry_address[kSharingQueries];
-#pragma unroll
-    for (int i = 0; i < kSharingQueries; ++i)
-      entry_address[i] = unknown(lane_address + (hash & slots) * table_bytes +
-                                 min(next[i], static_cast<uint32_t>(table_size)) *
-                                     static_cast<uint32_t>(kSharingColumns * sizeof(Sum<In>)));
-    if (hash + 1 < p.num_hash) codes += p.N;
-    load_codes();
-#pragma unroll
-    for (int first = 0; first < kSharingQueries; first += kAhead) {
-      if (first * kSharingRows >= rows) break;
-      uint32_t entries[kAhead][4];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) load_matrices<true>(entries[i], entry_address[first + i]);
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i)
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-          multiply_add<In>(sums[first + i][n], identity, {entries[i][2 * n], entries[i][2 * n + 1]});
-    }
-  }
-
-  // found again, as registers are short
-  const SharingPlace end(p, unknown(number));
-  const int thread = static_cast<int>(unknown(threadIdx.x)), g = thread % kWarp / 4, t = thread % 4;
-  const int32_t batch_head = p.first_head + end.head;
-  const auto out = [&](int32_t row, int32_t column) {
-    return p.out.at(batch_head / p.H, batch_head % p.H, end.first_row + row) + column;
-  };
-  // what is not finite has made no numbers of other rows' sums, by products with zero
-  float zero = 0;
-#pragma unroll
-  for (int i = 0; i < kSharingQueries; ++i)
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) zero += 0 * sums[i][n][j];
-  if (__ballot_sync(kAllLanes, zero != 0) != 0) {
-    const int32_t lane_column = thread % kSharingLanes * kLaneColumns, column = end.first_column + lane_column;
-    if (column >= p.Dv) return;
 #pragma unroll 1
-    for (int row = thread / kSharingLanes; row < end.rows; row += kSharingRows) {
-      T sum[kLaneColumns] = {};
+  for (int32_t slice = 0, table = 0; slice < slices; ++slice) {
+    // of the entries of the warp's lanes, columns 2t and 2t + 1 of those of lanes g, g + 8, g + 16 and g + 24
+    float sums[kSharingQueries][2][4] = {};
 #pragma unroll 1
-      for (int32_t hash = 0; hash < p.num_hash; ++hash) {
-        const auto code = static_cast<uint32_t>(end.codes(p, row)[int64_t{hash} * p.N]);
-        Sum<In> entry[kLaneColumns] = {};
-        if (code >> p.hash_code_len == 0)
-          load(row_at(end.tables(p) + lane_column, (hash << p.hash_code_len) + code, p.entry_bytes), entry);
-        add(entry, sum);
+    for (const int32_t end = table + p.num_hash; table < end; ++table) {
+      if ((table & (at_once - 1)) == 0) {
+        wait_for_copies();
+        // the tables are there, and all have read those before
+        __syncthreads();
+        copy_tables(table + at_once);
       }
-      In rounded[kLaneColumns];
+      // of all queries before the next codes are loaded: who waits for one waits for all
+      uint32_t entry_address[kSharingQueries];
 #pragma unroll
-      for (int c = 0; c < kLaneColumns; ++c) rounded[c] = static_cast<In>(sum[c] * (T{1} / p.num_hash));
-      store(rounded, out(row, column));
+      for (int i = 0; i < kSharingQueries; ++i)
+        entry_address[i] = unknown(lane_address + (table & slots) * table_bytes +
+                                   min(next[i], static_cast<uint32_t>(table_size)) *
+                                       static_cast<uint32_t>(kSharingColumns * sizeof(Sum<In>)));
+      codes = table + 1 < end ? codes + p.N : begin.codes(p, place);
+      load_codes();
+#pragma unroll
+      for (int first = 0; first < kSharingQueries; first += kAhead) {
+        if (first * kSharingRows >= rows) break;
+        uint32_t entries[kAhead][4];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) load_matrices<true>(entries[i], entry_address[first + i]);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+#pragma unroll
+          for (int n = 0; n < 2; ++n)
+            multiply_add<In>(sums[first + i][n], identity, {entries[i][2 * n], entries[i][2 * n + 1]});
+      }
     }
-    return;
+    store_shared_sums(p, unknown(number + slice), sums);
   }
-#pragma unroll
-  for (int i = 0; i < kSharingQueries; ++i)
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        // the lane of the warp whose entries these are of
-        const int owner = thread / kWarp * kWarp + 16 * n + 8 * j + g;
-        const int row = i * kSharingRows + owner / kSharingLanes;
-        const int32_t column = end.first_column + owner % kSharingLanes * kLaneColumns + 2 * t;
-        if (row >= end.rows || column >= p.Dv) continue;
-        const In rounded[2] = {static_cast<In>(sums[i][n][2 * j] * (1.0f / p.num_hash)),
-                               static_cast<In>(sums[i][n][2 * j + 1] * (1.0f / p.num_hash))};
-        uint32_t pair;
-        memcpy(&pair, rounded, sizeof(pair));
-        *reinterpret_cast<uint32_t*>(out(row, column)) = pair;
-      }
 }
 
 // Scales `count` rows of the output to length one, where they are aligned: those from `row` on, `step` apart, that are
@@ -607,7 +617,8 @@ template <int count, class In, class Code>
 __device__ __forceinline__ void scale_rows(const Problem<In, Code>& p, int32_t head, int32_t row, int32_t step,
                                            int32_t end, int lane) {
   const int32_t column = lane * kLaneColumns;
-  const auto at = [&](int i) { return p.out.at(head / p.H, head % p.H, row + i * step) + column; };
+  In* const out = p.out.at(head / p.H, head % p.H, row) + column;
+  const auto at = [&](int i) { return out + i * (step * p.out.row_stride); };
   const auto exists = [&](int i) { return row + i * step < end && column < p.Dv; };
   In rounded[count][kLaneColumns] = {};
 #pragma unroll
@@ -638,15 +649,11 @@ template <class In, class Code>
 __global__ void __launch_bounds__(kSharingThreads, 1)
     read_shared_tables_kernel(Problem<In, Code> p, int at_once, int32_t slices) {
   start_after_launches_before();
-  const uint32_t first = blockIdx.x * slices;
-#pragma unroll 1
-  for (int32_t slice = 0; slice < slices; ++slice) {
-    add_shared_tables(p, at_once, first + slice);
-    // which others may be reading, or have written
-    __syncthreads();
-  }
+  add_shared_tables(p, at_once, blockIdx.x * slices, slices);
   if (p.inverse_length == nullptr || slices < sharing_slices(p.row_columns)) return;
-  const SharingPlace place(p, unknown(first));
+  // what others have written
+  __syncthreads();
+  const SharingPlace place(p, unknown(blockIdx.x * slices));
   const int32_t step = kSharingThreads >> p.lane_bits, end = place.first_row + place.rows;
 #pragma unroll 1
   for (int32_t row = place.first_row; row < end; row += kRowsScaled * step)
