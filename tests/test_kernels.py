@@ -269,6 +269,26 @@ def test_gradients_of_rows_far_from_length_one_are_as_accurate_as_pytorch(factor
     assert_as_accurate_as_pytorch(inputs.sampled_backward, torch.bfloat16)
 
 
+# where functions that agree are found in the buckets, large ones too, and where pairs are compared; with more queries
+# than are counted at a time, several words of 32 functions, and queries and keys without codes
+@pytest.mark.parametrize(
+    ("data", "shape"),
+    [("random", (1, 2, 4200, 33, 64, 64, 32, 8)), ("equal", (1, 1, 4200, 33, 64, 64, 32, 8))]
+    + [("mixed", (1, 2, 300, 210, 64, 64, 64, 5)), ("random", (1, 1, 1500, 50, 64, 64, 64, 12))],
+)
+def test_the_gradient_of_values_counts_functions_that_agree(data, shape, monkeypatch):
+    """Exactly, where the output's gradient is one in a column of its own for some queries, and else zero."""
+    monkeypatch.setenv("YOSO_CUDA_BACKWARD", "pairs")
+    inputs = Inputs(data, shape, torch.bfloat16)
+    query_codes, key_codes = inputs.codes
+    query_codes[..., ::7] = -1
+    some = torch.randperm(shape[2])[:64]
+    inputs.grad.zero_()[:, :, some] = torch.eye(64, dtype=torch.bfloat16)
+    _, _, gradient = inputs.sampled_backward(ops, torch.bfloat16)
+    agree = (query_codes[..., some, None] == key_codes[..., None, :]) & (key_codes[..., None, :] >= 0)
+    assert torch.equal(gradient.float(), agree.sum(2).mT / shape[6])
+
+
 @needs_cuda_kernels
 def test_a_row_that_is_no_number_has_no_part_in_the_backward_by_pairs(monkeypatch):
     monkeypatch.setenv("YOSO_CUDA_BACKWARD", "pairs")

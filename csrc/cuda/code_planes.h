@@ -79,13 +79,13 @@ struct PairedCodes {
   }
 
   // `from` and how many hash functions agree, of pairs of rows that have codes. compare_plane(is_first, differ) adds to
-  // differ what differs in a plane, of which the loop has so many at once; the first of a word it sets differ to.
-  template <int planes_at_once = 1, int n, class ComparePlane>
+  // differ what differs in a plane; the first of a word it sets differ to.
+  template <int n, class ComparePlane>
   __device__ __forceinline__ void count_equal(int from, const ComparePlane& compare_plane, int (&equal)[n][4]) const {
     const auto compare_word = [&](bool is_first) {
       uint32_t differ[n][4];
       compare_plane(true, differ);
-#pragma unroll planes_at_once
+#pragma unroll 1
       for (int bit = 1; bit < tau; ++bit) compare_plane(false, differ);
 #pragma unroll
       for (int i = 0; i < n * 4; ++i)

@@ -13,6 +13,8 @@ struct CollidingPairs {
   // so that there is shared memory for them on every GPU, and that bfloat16 has all numbers of functions that agree
   static constexpr int kMostPlanes = 32, kMostHashes = 256;
   PairedCodes codes;
+  // those of a launch, counted before, of kernels that take them: see CountProblem
+  const uint8_t* counts = nullptr;
 
   CollidingPairs swapped() const { return {codes.swapped()}; }
   // A row that is no number is none either: it would spoil the sums of all others, not of those in its buckets alone.
@@ -64,7 +66,7 @@ struct CollidingPairs {
     // the bits of 2^23, a float from which on numbers are one apart: a conversion takes four times as long as a sum
     constexpr int kWhole = 0x4b000000;
     int equal[n][4];
-    codes.template count_equal<Place::kPlanesAtOnce>(kWhole, compare_plane, equal);
+    codes.count_equal(kWhole, compare_plane, equal);
 #pragma unroll
     for (int i = 0; i < n * 4; ++i) counts[i / 4][i % 4] = __int_as_float(equal[i / 4][i % 4]) - 0x1p23f;
   }

@@ -10,8 +10,8 @@ namespace {
 // A warp has 32 keys, for which a tile of queries is loaded half as often as for 16, or these where rows are wide.
 template <int columns>
 struct PairsPlace : MmaPlace<BFloat16, columns <= 64 ? 128 : 64, 32, columns, columns <= 64 ? 32 : 16> {
-  // tiles in shared memory, blocks at a time, and planes that are loaded at once
-  static constexpr int kTiles = 2, kBlocks = 2, kPlanesAtOnce = 1;
+  // tiles in shared memory, and blocks at a time
+  static constexpr int kTiles = 2, kBlocks = 2;
 };
 // What queries get is multiplied for two tiles of them, 16 rows by a warp.
 constexpr int kQueries = 64;

@@ -1,9 +1,10 @@
 // The gradients by pairs for sm_90 and rows of up to 64 columns: a block has three warpgroups, each 64 of its keys,
-// which they multiply with tiles of 64 queries (wgmma.h). Tensor cores do so on their own, while other warps count; a
-// multiprocessor has registers for twelve warps, as no sums but those of keys and values stay while a warp counts. What
-// three tiles of queries get of all the block's keys the groups add up after these, a tile each.
+// which they multiply with tiles of 64 queries (wgmma.h). Tensor cores do so on their own, while the warps weigh pairs.
+// After three tiles the groups meet, and add up what the queries of these get of all the block's keys, a tile each. How
+// many hash functions agree has been counted before (pair_counts.h).
 #pragma once
 
+#include "pair_counts.h"
 #include "pairs.h"
 #include "wgmma.h"
 
@@ -14,10 +15,10 @@ struct WgmmaPlace {
   // tiles in shared memory: one for each group
   static constexpr int kGroups = 3, kTiles = kGroups, kOthers = 64;
   static constexpr int kRows = kGroups * kWgmmaRows, kBlockThreads = kGroups * kWarpgroup, kBlocks = 1;
-  static constexpr int kWarpRows = 16, kParts = 1, kPlanesAtOnce = 2;
-  // for which a block has shared memory
-  static constexpr int kMostPlanes = 16;
+  // of a block
+  static constexpr int kStrips = kRows / kStripKeys;
 };
+static_assert(WgmmaPlace::kOthers == kTileQueries, "tiles are those of the counts");
 
 // The rows of a side and of a head, with their values and factors, and from one row to the next.
 struct WgmmaRows {
@@ -36,64 +37,74 @@ struct WgmmaRows {
 };
 
 struct WgmmaMemory {
-  static constexpr int kMatrix = 64 * kWgmmaColumns, kTiles = WgmmaPlace::kTiles;
-  alignas(kSwizzleBytes) BFloat16 keys[WgmmaPlace::kGroups * kMatrix], values[WgmmaPlace::kGroups * kMatrix];
-  // of the tiles at hand, and by turns of those before or after
-  BFloat16 queries[2][kTiles][kMatrix], grads[kTiles][kMatrix];
+  static constexpr int kMatrix = 64 * kWgmmaColumns, kTiles = WgmmaPlace::kTiles, kRows = WgmmaPlace::kRows;
+  alignas(kSwizzleBytes) BFloat16 keys[kRows * kWgmmaColumns], values[kRows * kWgmmaColumns];
+  // of the tiles at hand and of the next ones, by turns
+  BFloat16 queries[2][kTiles][kMatrix], grads[2][kTiles][kMatrix];
   // of every pair, by keys, the weight of the query for the key's sum and of the key for the query's
   BFloat16 slopes[kTiles][WgmmaPlace::kGroups * kMatrix];
-  float key_factors[WgmmaPlace::kRows], query_factors[2][kTiles][WgmmaPlace::kOthers];
-  // those of a tile before it is copied, which say what of it is masked
-  float next_factors[kTiles][WgmmaPlace::kOthers];
+  float key_factors[kRows], query_factors[2][kRows];
+  // those of tiles before these are copied, which say what of them is masked
+  float next_factors[2][kRows];
   // of the head, and what the block stores for its queries: registers are short
   WgmmaRows all_queries;
-  const uint32_t* query_planes;
   BFloat16* list;
 };
-// with as many planes as there may be
-static_assert(sizeof(WgmmaMemory) + WgmmaPlace::kMostPlanes * sizeof(uint32_t) *
-                                        (WgmmaPlace::kRows + WgmmaPlace::kTiles * WgmmaPlace::kOthers) <=
-                  227 << 10,
-              "a block has 227 KB");
+static_assert(sizeof(WgmmaMemory) <= 227 << 10, "a block has 227 KB");
+static_assert(WgmmaPlace::kRows == WgmmaPlace::kTiles * WgmmaPlace::kOthers, "as many queries as keys are copied");
 
 __device__ __forceinline__ void copy_factors(const WgmmaRows& from, int first, float* to) {
   const int row = first + threadIdx.x;
-  if (threadIdx.x < 64) copy_ahead<4>(to + threadIdx.x, from.factors + row, row >= from.count);
+  if (threadIdx.x < WgmmaPlace::kRows) copy_ahead<4>(to + threadIdx.x, from.factors + row, row >= from.count);
 }
 
-// Copies 64 rows from `first` on, with their values, to matrices in shared memory, and their factors; 0 past the last
-// row and column, and where factor(row) says that the row is masked.
-template <class Factor>
-__device__ __forceinline__ void copy_rows(const WgmmaRows& from, int first, const Sizes& sizes, BFloat16* rows,
-                                          BFloat16* values, float* factors, const Factor& factor) {
-  constexpr int kPieces = kWgmmaColumns / kPiece;
-  const auto rows_address = static_cast<uint32_t>(__cvta_generic_to_shared(rows));
-  const auto values_address = static_cast<uint32_t>(__cvta_generic_to_shared(values));
+// Copies kRows rows from `first` on, with their values, to matrices in shared memory; 0 past the last row and column,
+// and where the factors, which are there, say that the row is masked.
+__device__ __forceinline__ void copy_rows(const WgmmaRows& from, int first, const Sizes& sizes, const float* factors,
+                                          BFloat16* rows, BFloat16* values) {
+  constexpr int kPieces = kWgmmaColumns / kPiece, kStep = WgmmaPlace::kBlockThreads / kPieces;
+  static_assert(kStep % 8 == 0 && WgmmaPlace::kRows % kStep == 0, "a step leaves the order of pieces as it is");
+  const int copied = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+  const bool no_row = piece * kPiece >= sizes.columns, no_value = piece * kPiece >= sizes.value_columns;
+  const uint32_t place = swizzled_piece(copied, piece);
+  const uint32_t to_rows = static_cast<uint32_t>(__cvta_generic_to_shared(rows)) + place;
+  const uint32_t to_values = static_cast<uint32_t>(__cvta_generic_to_shared(values)) + place;
+  const BFloat16* const rows_from = row_at(from.rows, first + copied, from.row_bytes) + piece * kPiece;
+  const BFloat16* const values_from = row_at(from.values, first + copied, from.value_bytes) + piece * kPiece;
 #pragma unroll
-  for (int i = threadIdx.x; i < 64 * kPieces; i += WgmmaPlace::kBlockThreads) {
-    const int tile_row = i / kPieces, column = i % kPieces * kPiece, row = first + tile_row;
-    const uint32_t place = swizzled_piece(tile_row, i % kPieces);
-    const bool clear = row >= from.count || factor(tile_row) == kMasked;
-    copy_ahead<16>(rows_address + place, row_at(from.rows, row, from.row_bytes) + column,
-                   clear || column >= sizes.columns);
-    copy_ahead<16>(values_address + place, row_at(from.values, row, from.value_bytes) + column,
-                   clear || column >= sizes.value_columns);
+  for (int step = 0; step < WgmmaPlace::kRows; step += kStep) {
+    const bool clear = first + copied + step >= from.count || factors[copied + step] == kMasked;
+    copy_ahead<16>(to_rows + step * kSwizzledRowBytes, row_at(rows_from, step, from.row_bytes), clear || no_row);
+    copy_ahead<16>(to_values + step * kSwizzledRowBytes, row_at(values_from, step, from.value_bytes),
+                   clear || no_value);
   }
-  copy_factors(from, first, factors);
 }
 
 // Scales the block's keys, which are there, by the power of two in their factors, and these.
 __device__ __forceinline__ void scale_keys(WgmmaMemory& memory) {
-  constexpr int kPairs = kWgmmaColumns / 2;
-  auto* const pairs = reinterpret_cast<uint32_t*>(memory.keys);
-#pragma unroll 4
-  for (int i = threadIdx.x; i < WgmmaPlace::kRows * kPairs; i += WgmmaPlace::kBlockThreads) {
-    const float scale = power_of_two(memory.key_factors[i / kPairs]);
-    const float2 x = unpack<BFloat16>(pairs[i]);
-    pairs[i] = pack<BFloat16>(x.x * scale, x.y * scale);
+  constexpr int kPieces = kWgmmaColumns / kPiece;
+  auto* const pieces = reinterpret_cast<uint4*>(memory.keys);
+#pragma unroll
+  for (int i = threadIdx.x; i < WgmmaPlace::kRows * kPieces; i += WgmmaPlace::kBlockThreads) {
+    const float scale = power_of_two(memory.key_factors[i / kPieces]);
+    uint32_t pairs[kPiece / 2];
+    load(reinterpret_cast<const uint32_t*>(pieces + i), pairs);
+    for (uint32_t& pair : pairs) {
+      const float2 x = unpack<BFloat16>(pair);
+      pair = pack<BFloat16>(x.x * scale, x.y * scale);
+    }
+    store(pairs, reinterpret_cast<uint32_t*>(pieces + i));
   }
   __syncthreads();
   if (threadIdx.x < WgmmaPlace::kRows) memory.key_factors[threadIdx.x] /= power_of_two(memory.key_factors[threadIdx.x]);
+}
+
+// Two of four bytes up to kMostCount, the lower or the upper two, as numbers: a conversion takes four times as long.
+__device__ __forceinline__ uint32_t widen_counts(uint32_t bytes, int upper) {
+  constexpr uint32_t k128 = 0x43004300, kOne = 0x3F803F80;
+  uint32_t pair = __byte_perm(bytes, k128, upper == 0 ? 0x5150 : 0x5352);
+  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(pair) : "r"(kOne), "r"(k128 | 0x80008000));
+  return pair;
 }
 
 __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks)
@@ -102,41 +113,58 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
 #if YOSO_HAS_WGMMA
   using Place = WgmmaPlace;
   constexpr int kMatrix = WgmmaMemory::kMatrix, kOthers = Place::kOthers, kColumns = kWgmmaColumns / 8;
+  constexpr int kTiles = Place::kTiles, kQueries = kTiles * kOthers;
   auto& memory = *shared_memory<WgmmaMemory>();
-  uint32_t* const planes = reinterpret_cast<uint32_t*>(&memory + 1);
-  static_assert(sizeof(memory) % kPieceBytes == 0, "what lies behind is copied in pieces");
+  const int count = static_cast<int>(queries.count), columns = static_cast<int>(sizes.columns);
+  // the same in all of a warp's lanes, as the compiler is to know
+  const int group = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / kWarpgroup), 0);
+  // of the lane's rows the first, found again each time, as registers are short
+  const auto my_row = [] { return static_cast<int>(unknown(threadIdx.x)) / kWarp * 16 + warp_lane() / 4; };
+  // of the lane's pairs of the next tile, by 32 queries; nobody reads them soon again
+  uint32_t next_counts[2][4];
+  const auto* tile_counts =
+      reinterpret_cast<const uint4*>(pairs.counts + (int64_t{blockIdx.x} * Place::kStrips + threadIdx.x / kWarp) *
+                                                  count_tiles(count) * kTileCounts) +
+      warp_lane();
+  const auto load_counts = [&] {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 bytes = __ldcs(tile_counts + i * kWarp);
+      memcpy(next_counts[i], &bytes, sizeof(bytes));
+    }
+    tile_counts += kTileCounts / kPieceBytes;
+  };
+  load_counts();
+
   // nothing of it is to be kept until the end
   const auto make_block = [&] {
     const uint32_t number = unknown(blockIdx.x), lists = unknown(static_cast<uint32_t>(addends.lists));
     return Block(unknown(static_cast<uint32_t>(sizes.heads)), keys.count, Place::kRows,
                  addends.first_head + number / lists, addends.first_list + number % lists);
   };
+  // Copies tiles, whose factors are there, and what says what of the next ones is masked. There are always as many:
+  // past the last query they are zero.
+  const auto copy_tiles = [&](int first, int turn) {
+    const WgmmaRows& all = memory.all_queries;
+    copy_rows(all, first, sizes, memory.next_factors[turn], memory.queries[turn][0], memory.grads[turn][0]);
+    copy_factors(all, first, memory.query_factors[turn]);
+    copy_factors(all, first + kQueries, memory.next_factors[turn ^ 1]);
+  };
   {
     const Block block = make_block();
     const WgmmaRows all_keys(keys, block), all_queries(queries, block);
-    const uint32_t* const query_planes = pairs.codes.plane_of(pairs.codes.others, block.batch_head, 0);
     if (threadIdx.x == 0) {
       memory.all_queries = all_queries;
-      memory.query_planes = query_planes;
-      memory.list = addends.data +
-                    int64_t{blockIdx.x} * queries.count * addend_columns<BFloat16>(static_cast<int32_t>(sizes.columns));
+      memory.list = addends.data + int64_t{blockIdx.x} * count * addend_columns<BFloat16>(columns);
     }
-#pragma unroll 1
-    for (int part = 0; part < Place::kGroups; ++part) {
-      const int first = static_cast<int>(block.first) + part * kWgmmaRows;
-      copy_rows(all_keys, first, sizes, memory.keys + part * kMatrix, memory.values + part * kMatrix,
-                memory.key_factors + part * kWgmmaRows, [&](int row) { return __ldg(all_keys.factors + first + row); });
-    }
-    pairs.copy_mine<Place>(block, planes);
-#pragma unroll 1
-    for (int tile = 0; tile < 2; ++tile) {
-      const int first = tile * kOthers;
-      copy_rows(all_queries, first, sizes, memory.queries[0][tile], memory.grads[tile], memory.query_factors[0][tile],
-                [&](int row) { return __ldg(all_queries.factors + first + row); });
-      pairs.copy_others<Place>(query_planes + first, planes, tile);
-    }
-    copy_factors(all_queries, 2 * kOthers, memory.next_factors[2]);
+    const int first_key = static_cast<int>(block.first);
+    copy_factors(all_keys, first_key, memory.key_factors);
+    copy_factors(all_queries, 0, memory.next_factors[0]);
+    wait_for_copies();
+    __syncthreads();
+    copy_rows(all_keys, first_key, sizes, memory.key_factors, memory.keys, memory.values);
   }
+  copy_tiles(0, 0);
   wait_for_copies();
   __syncthreads();
   // to about length one by a power of two: what is left of a factor is from 1 to 2, and can be a part of the weights
@@ -144,31 +172,13 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
   show_products();
   __syncthreads();
 
-  const int count = static_cast<int>(queries.count), columns = static_cast<int>(sizes.columns);
-  // the same in all of a warp's lanes, as the compiler is to know
-  const int group = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / kWarpgroup), 0);
-  // of the lane's rows the first, found again each time, as registers are short
-  const auto my_row = [] { return static_cast<int>(unknown(threadIdx.x)) / kWarp * 16 + warp_lane() / 4; };
   WgmmaSums sums, value_sums;
-  // Copies a tile, and what says what of the next is masked. There are always as many as places: past the last query
-  // they are zero.
-  const auto copy_tile = [&](int first, int turn, int place) {
-    if (first - place * kOthers >= count) return;
-    const WgmmaRows& all = memory.all_queries;
-    copy_rows(all, first, sizes, memory.queries[turn][place], memory.grads[place], memory.query_factors[turn][place],
-              [&](int row) { return memory.next_factors[place][row]; });
-    const int next = (place + 1) % Place::kTiles;
-    copy_factors(all, first + kOthers, memory.next_factors[next]);
-    if (first < count) pairs.copy_others<Place>(memory.query_planes + first, planes, place);
-  };
-
-  // Adds what a tile gives to the sums, and keeps the slopes. The products go on.
-  const auto add_tile = [&](int turn, int place, bool is_first) {
+  // Adds what a tile gives to the sums, and keeps the slopes. The last products go on.
+  const auto add_tile = [&](int first, int turn, int place) {
+    const bool is_first = first + place == 0;
     const uint64_t my_values = descriptor_of(memory.values + group * kMatrix);
-    const uint64_t tile_grads = descriptor_of(memory.grads[place]),
+    const uint64_t tile_grads = descriptor_of(memory.grads[turn][place]),
                    tile_queries = descriptor_of(memory.queries[turn][place]);
-    float counts[kColumns][4];
-    pairs.count<Place>(planes, place, counts);
     WgmmaSums products;
     begin_products();
     multiply_shared<false, false>(products, my_values, tile_grads);
@@ -176,8 +186,16 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
     for (int k = 1; k < kWgmmaColumns / kWgmmaDepth; ++k)
       multiply_shared<true, false>(products, my_values + k * kNextColumns, tile_grads + k * kNextColumns);
     commit_products();
+    // those of the tile before, whose weights are in registers
+    wait_for_products<1>();
+    keep(sums);
+    keep(value_sums);
     uint32_t weights[kColumns / 2][4], slopes[kColumns / 2][4];
-    round_weights<BFloat16>(counts, weights);
+#pragma unroll
+    for (int i = 0; i < kColumns * 2; ++i)
+      weights[i / 4][i % 4] = widen_counts(next_counts[i / 8][i / 2 % 4], i % 2);
+    // there are none of tiles past the last query, whose rows are zero
+    if (first + (place + 1) * kOthers < count) load_counts();
     wait_for_products();
     keep(products);
     begin_products();
@@ -185,7 +203,7 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
     for (int k = 0; k < kOthers / kWgmmaDepth; ++k)
       add_products(value_sums, weights[k], tile_grads + k * kNextRows, k > 0 || !is_first);
     commit_products();
-    const float* const factors = memory.query_factors[turn][place];
+    const float* const factors = memory.query_factors[turn] + place * kOthers;
     const int key = my_row();
     const float my_factors[2] = {memory.key_factors[key], memory.key_factors[key + 8]};
 #pragma unroll
@@ -199,8 +217,6 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
     }
     round_weights<BFloat16>(products, slopes);
     BFloat16* const rows = memory.slopes[place];
-    // which all groups have read then, of the tiles before
-    if (place == 0) __syncthreads();
 #pragma unroll
     for (int i = 0; i < kColumns * 2; ++i) *swizzled_pair(rows, key + i % 2 * 8, i / 2) = slopes[i / 4][i % 4];
     begin_products();
@@ -208,11 +224,6 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
     for (int k = 0; k < kOthers / kWgmmaDepth; ++k)
       add_products(sums, slopes[k], tile_queries + k * kNextRows, k > 0 || !is_first);
     commit_products();
-  };
-  const auto finish_products = [&] {
-    wait_for_products();
-    keep(sums);
-    keep(value_sums);
   };
   // Adds up what all of the block's keys add to the gradient of the tile of queries at a place, and stores it.
   const auto add_to_queries = [&](int first, int turn, int place) {
@@ -224,14 +235,16 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
     for (int k = 1; k < Place::kRows / kWgmmaDepth; ++k)
       multiply_shared<true, true>(query_sums, slopes + k * kNextRows, all_keys + k * kNextRows);
     commit_products();
-    finish_products();
+    wait_for_products();
+    keep(sums);
+    keep(value_sums);
     keep(query_sums);
     AddendRows<BFloat16> to;
     const int tile_row = my_row() % kWgmmaRows;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first + tile_row + half * 8;
-      const float factor = memory.query_factors[turn][place][tile_row + half * 8];
+      const float factor = memory.query_factors[turn][place * kOthers + tile_row + half * 8];
       const float length = factor > 0 ? __fdividef(1, factor) : 0;
 #pragma unroll
       for (int i = 0; i < kColumns * 2; ++i) query_sums[i / 2][half * 2 + i % 2] *= length;
@@ -245,21 +258,19 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
   };
 
 #pragma unroll 1
-  for (int first = 0, turn = 0; first < count; first += Place::kTiles * kOthers, turn ^= 1) {
-#pragma unroll
-    for (int place = 0; place < Place::kTiles; ++place) {
-      add_tile(turn, place, place == 0 && first == 0);
-      // the next tile, which all have copied
-      wait_for_copies();
-      show_products();
-      __syncthreads();
-      const int ahead = place + 2;
-      copy_tile(first + ahead * kOthers, turn ^ ahead / Place::kTiles, ahead % Place::kTiles);
-      if (place == Place::kTiles - 1)
-        add_to_queries(first + group * kOthers, turn, group);
-      else
-        finish_products();
-    }
+  for (int first = 0, turn = 0; first < count; first += kQueries, turn ^= 1) {
+    if (first + kQueries < count) copy_tiles(first + kQueries, turn ^ 1);
+    // one after the other: what the compiler would share between them takes registers
+#pragma unroll 1
+    for (int place = 0; place < kTiles; ++place) add_tile(first, turn, place);
+    // all slopes of these tiles are there
+    show_products();
+    __syncthreads();
+    add_to_queries(first + group * kOthers, turn, group);
+    // and the next tiles, and nobody reads the slopes any more
+    wait_for_copies();
+    show_products();
+    __syncthreads();
   }
 
   const Block end = make_block();

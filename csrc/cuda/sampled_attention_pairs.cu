@@ -1,10 +1,12 @@
 // See sampled_attention_pairs.h. A block has some keys and loops over tiles of queries: it adds up the gradients of its
 // keys and values in registers, and what its keys add to the gradient of queries it stores as addends (addends.h). So
-// codes are compared once for all three. The gradient of a query at length one is the sum of weight x (grad . value) x
-// key at length one, and of a key the like.
+// it is counted once for all three how many hash functions agree, by the block or, for warpgroups, by a kernel before.
+// The gradient of a query at length one is the sum of weight x (grad . value) x key at length one, and of a key the
+// like.
 #include "sampled_attention_pairs.h"
 
 #include <cstdlib>
+#include <optional>
 #include <string_view>
 
 #include "pairs_mma.h"
@@ -34,22 +36,27 @@ int64_t heads_of_launch(int64_t heads, int64_t most, int64_t blocks, int64_t res
   return best;
 }
 
-// The kernels, with what their blocks have; planes lie behind the memory.
+// The kernels, with what their blocks have, and how many counts these read for every query, if they do.
 template <int columns>
 struct ByWarps {
   using Place = PairsPlace<columns>;
-  using Memory = PairsMemory<Place>;
   static constexpr auto kKernel = gradients_by_pairs_kernel<columns>;
+  static constexpr int kCounts = 0;
+  // planes lie behind the memory
+  static int64_t shared_bytes(const CollidingPairs& pairs) {
+    return sizeof(PairsMemory<Place>) + pairs.shared_bytes<Place>();
+  }
 };
 struct ByWarpgroups {
   using Place = WgmmaPlace;
-  using Memory = WgmmaMemory;
   static constexpr auto kKernel = gradients_by_warpgroups_kernel;
+  static constexpr int kCounts = Place::kRows;
+  static int64_t shared_bytes(const CollidingPairs&) { return sizeof(WgmmaMemory); }
 };
 
 template <class Way>
 void backward_by_pairs(const Device& device, const Tensor& grad, const Tensor& query, const Tensor& key,
-                       const Tensor& value, const CollidingPairs& pairs, const Tensor& grad_query,
+                       const Tensor& value, const Tensor& query_codes, CollidingPairs pairs, const Tensor& grad_query,
                        const Tensor& grad_key, const Tensor& grad_value) {
   using Place = typename Way::Place;
   using In = BFloat16;
@@ -61,11 +68,15 @@ void backward_by_pairs(const Device& device, const Tensor& grad, const Tensor& q
   const Side<In> queries = side_of<In>(query, grad, query_inverse), keys = side_of<In>(key, value, key_inverse);
   // a block at least, for queries that meet no key
   const int64_t blocks = std::max<int64_t>(divide_up(key.size(2), Place::kRows), 1);
-  const int64_t lists = lists_at_once<In>(device, N, D), most_lists = even_share(blocks, lists);
+  const int64_t lists = lists_at_once<In>(device, N, D, Way::kCounts), most_lists = even_share(blocks, lists);
   const int64_t most_heads = heads_of_launch(heads, std::max<int64_t>(lists / blocks, 1), blocks,
                                              Place::kBlocks * device.num_multiprocessors());
   const Tensor sums = empty_tensor(query, {most_heads, N, D}, ScalarType::Float);
   const Tensor addends = empty_tensor(query, {most_heads, most_lists, N, addend_columns<In>(D)}, ScalarType::BFloat16);
+  const int32_t tiles = count_tiles(count_of(N, "queries"));
+  const Tensor counts =
+      empty_tensor(query, {most_heads, most_lists, Way::kCounts, tiles, kTileQueries}, ScalarType::Byte);
+  auto* const counts_of_launch = static_cast<uint8_t*>(counts.mutable_data_ptr());
   AddendLists<In> all = {};
   all.rows = queries.rows;
   all.sums = static_cast<float*>(sums.mutable_data_ptr());
@@ -73,30 +84,44 @@ void backward_by_pairs(const Device& device, const Tensor& grad, const Tensor& q
   all.heads = static_cast<int32_t>(query.size(1));
   all.count = static_cast<int32_t>(N);
   all.columns = static_cast<int32_t>(D);
-  for (int64_t first = 0; first < heads; first += most_heads)
+  for (int64_t first = 0; first < heads; first += most_heads) {
+    const int64_t heads_now = std::min(most_heads, heads - first);
+    std::optional<SortedCodes> order;
+    if constexpr (Way::kCounts > 0) order = sort_codes(device, query_codes, first, heads_now, pairs.codes.tau);
     for (int64_t first_list = 0; first_list < blocks; first_list += most_lists) {
-      const int64_t heads_now = std::min(most_heads, heads - first);
       all.first_head = static_cast<int32_t>(first);
       all.inverse_length = queries.factors + first * N;
       all.lists = static_cast<int32_t>(std::min(most_lists, blocks - first_list));
       all.are_first = first_list == 0;
       all.are_last = first_list + all.lists == blocks;
-      launch(device, Way::kKernel, heads_now * all.lists, Place::kBlockThreads,
-             sizeof(typename Way::Memory) + pairs.template shared_bytes<Place>(), keys, queries,
+      if constexpr (Way::kCounts > 0) {
+        const CountProblem problem{pairs.codes,
+                                   static_cast<const int32_t*>(order->order.const_data_ptr()),
+                                   static_cast<const int32_t*>(order->starts.const_data_ptr()),
+                                   counts_of_launch,
+                                   all.first_head,
+                                   static_cast<int32_t>(first_list * Place::kStrips),
+                                   all.lists * Place::kStrips,
+                                   tiles};
+        count_pairs(device, problem, heads_now);
+        pairs.counts = counts_of_launch;
+      }
+      launch(device, Way::kKernel, heads_now * all.lists, Place::kBlockThreads, Way::shared_bytes(pairs), keys, queries,
              Sizes{query.size(1), D, value.size(3)}, pairs, mutable_rows_of<In>(grad_key),
              mutable_rows_of<In>(grad_value),
              QueryAddends{static_cast<In*>(addends.mutable_data_ptr()), all.first_head,
                           static_cast<int32_t>(first_list), all.lists});
       add_up(device, all, heads_now, static_cast<float>(pairs.codes.tau) / (2 * pairs.codes.num_hash), grad_query);
     }
+  }
 }
 
 int64_t planes_of(int64_t num_hash, int64_t hash_code_len) { return divide_up(num_hash, kWordBits) * hash_code_len; }
 
 // With few queries, the other kernel rounds less.
-bool goes_by_warpgroups(const Device& device, const Tensor& query, const Tensor& value, int64_t planes) {
+bool goes_by_warpgroups(const Device& device, const Tensor& query, const Tensor& value, int64_t num_hash) {
   return std::max(query.size(3), value.size(3)) <= kWgmmaColumns && query.size(2) > kFewOthers &&
-         planes <= WgmmaPlace::kMostPlanes && device.has_wgmma();
+         num_hash <= kMostCount && device.has_wgmma();
 }
 
 }  // namespace
@@ -113,7 +138,7 @@ bool goes_by_pairs(const Device& device, const Tensor& query, const Tensor& key,
     return false;
   if (setting != nullptr) return way == "pairs";
   const double N = query.size(2), M = key.size(2);
-  const double bucket_cost = goes_by_warpgroups(device, query, value, planes) ? kBucketCostOfWarpgroups : kBucketCost;
+  const double bucket_cost = goes_by_warpgroups(device, query, value, num_hash) ? kBucketCostOfWarpgroups : kBucketCost;
   return N * M * (kPairCost + static_cast<double>(planes)) <= bucket_cost * (N + M) * num_hash;
 }
 
@@ -121,18 +146,19 @@ void sampled_attention_backward_by_pairs(const Device& device, const Tensor& gra
                                          const Tensor& key, const Tensor& value, const Tensor& query_codes,
                                          const Tensor& key_codes, int64_t hash_code_len, const Tensor& grad_query,
                                          const Tensor& grad_key, const Tensor& grad_value) {
-  const CodePlanes planes(device, query_codes, key_codes, hash_code_len, PlaneOrder::kLanes);
   const int64_t widest = widest_of(query, value);
   const Tensor grads = tile_rows(grad, widest), queries = tile_rows(query, widest);
   const Tensor keys = tile_rows(key, widest), values = tile_rows(value, widest);
   TileOutput query_output(grad_query, queries), key_output(grad_key, keys), value_output(grad_value, values);
-  const bool by_warpgroups = goes_by_warpgroups(device, query, value, planes_of(query_codes.size(2), hash_code_len));
+  const bool by_warpgroups = goes_by_warpgroups(device, query, value, query_codes.size(2));
+  const CodePlanes planes(device, query_codes, key_codes, hash_code_len,
+                          by_warpgroups ? PlaneOrder::kRows : PlaneOrder::kLanes);
   const auto backward = by_warpgroups     ? backward_by_pairs<ByWarpgroups>
                         : widest <= kTile ? backward_by_pairs<ByWarps<kTile>>
                                           : backward_by_pairs<ByWarps<kMaxMmaColumns>>;
   // the keys are the rows that are "mine"
-  backward(device, grads, queries, keys, values, CollidingPairs{planes.pairs().swapped()}, query_output.tiles(),
-           key_output.tiles(), value_output.tiles());
+  backward(device, grads, queries, keys, values, query_codes, CollidingPairs{planes.pairs().swapped()},
+           query_output.tiles(), key_output.tiles(), value_output.tiles());
   query_output.copy();
   key_output.copy();
   value_output.copy();

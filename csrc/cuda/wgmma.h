@@ -52,9 +52,12 @@ using WideSums = float[kWideColumns / 8][4];
 #if YOSO_HAS_WGMMA
 // Before the first product, and after registers that products take have been written by others.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// What began since the last of these can be waited for.
+// Makes a group of what began since the last one, and waits for all groups but the newest.
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <int newest = 0>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(newest) : "memory");
+}
 // Keeps the compiler from using sums before, or changing them after, this.
 template <int n>
 __device__ __forceinline__ void keep(float (&sums)[n][4]) {

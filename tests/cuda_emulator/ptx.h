@@ -29,6 +29,9 @@ struct BFloat16 {
   uint16_t bits;
   explicit operator float() const { return std::bit_cast<float>(uint32_t{bits} << 16); }
 };
+struct BFloat16Pair {
+  BFloat16 of[2];
+};
 
 // Always, where nobody reads it too: g++ would take longer for a branch in every stretch.
 PTX_INLINE void count(unsigned stretch) { ++emulator::stretch_counts[stretch]; }
@@ -191,8 +194,28 @@ PTX_INLINE auto convert(From x) {
   }
 }
 
+PTX_INLINE BFloat16Pair fused_multiply_add(BFloat16Pair x, BFloat16Pair y, BFloat16Pair z) {
+  for (int i = 0; i < 2; ++i) {
+    // rounded twice only where a product and a sum are hundreds of powers of two apart
+    const double sum = double{static_cast<float>(x.of[i])} * static_cast<float>(y.of[i]) + static_cast<float>(z.of[i]);
+    x.of[i].bits = convert<BFloat16, Rounding::rn>(static_cast<float>(sum));
+  }
+  return x;
+}
+
 // Bits.
 
+// Each byte of the result is one of the eight, as four bits of the selector say.
+PTX_INLINE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = uint64_t{high} << 32 | low;
+  uint32_t picked = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t place = selector >> 4 * i & 0xF;
+    if (place > 7) emulator::fail("a byte's sign");
+    picked |= static_cast<uint32_t>(bytes >> 8 * place & 0xFF) << 8 * i;
+  }
+  return picked;
+}
 template <class T>
 PTX_INLINE T complement(T x) {
   if constexpr (std::is_same_v<T, bool>) return !x;

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 TYPES = {"pred": "bool", "f32": "float", "f64": "double", "f16": "ptx::Half", "bf16": "ptx::BFloat16"}
+TYPES |= {"bf16x2": "ptx::BFloat16Pair"}
 TYPES |= {f"{kind}{bits}": f"uint{bits}_t" for kind in "bu" for bits in (8, 16, 32, 64)}
 TYPES |= {f"s{bits}": f"int{bits}_t" for bits in (8, 16, 32, 64)}
 WIDER = {f"{sign}int{bits}_t": f"{sign}int{2 * bits}_t" for sign in ("", "u") for bits in (16, 32)}
@@ -30,7 +31,7 @@ COMPARISONS |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 # functions of ptx.h, on the type that the instruction's name ends with
 FUNCTIONS = {"div": "quotient", "rem": "remainder", "min": "minimum", "max": "maximum", "abs": "absolute"}
 FUNCTIONS |= {"not": "complement", "sqrt": "square_root", "rcp": "reciprocal", "rsqrt": "reciprocal_square_root"}
-FUNCTIONS |= {"popc": "count_ones", "clz": "count_leading_zeros", "brev": "reverse_bits"}
+FUNCTIONS |= {"popc": "count_ones", "clz": "count_leading_zeros", "brev": "reverse_bits", "prmt": "pick_bytes"}
 FUNCTIONS |= {"neg": "negative", "fma": "fused_multiply_add", "copysign": "copy_sign", "ex2": "power_of_two"}
 # what stands for itself; launches run one after the other, so that what lets the next one start does nothing
 WHOLE = {
