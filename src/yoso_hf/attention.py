@@ -58,7 +58,7 @@ EXACT_TOKENS_PER_HASH_WITH_AMX = {"cosine": 32, "softmax": 120}
 # On a GPU with our kernels, by an H200 (docs/cuda.md). "softmax": its exact weights are PyTorch's; the forward crosses
 # later, and with its backward about there. "cosine": of rows of 16 bits, which tensor cores multiply; where the
 # forward crosses, with its backward somewhat earlier.
-EXACT_TOKENS_PER_HASH_ON_CUDA = {"cosine": 64, "softmax": 256}
+EXACT_TOKENS_PER_HASH_ON_CUDA = {"cosine": 48, "softmax": 256}
 
 if torch.__version__ >= "2.13":
     from torch.compiler import is_exporting
