@@ -28,7 +28,8 @@ __host__ __device__ constexpr uint32_t count_place(uint32_t key, uint32_t query)
 // A block has a strip and up to so many tiles; of its lanes so many share a bucket, and have so many rows of it at
 // once.
 constexpr int kCountThreads = 384, kCountTiles = 64, kBucketLanes = 8, kRowsAtOnce = 3, kBucketsAtOnce = 2;
-// How many functions that agree take as long as a plane of a pair, as on an H200.
+// How many functions that agree take as long as a plane of a pair: by what both took on an H200 as first written, and
+// the instructions of each since.
 constexpr float kAgreeingOfPlane = 0.04f;
 
 // Of some heads, from first_head on, the strips from first_strip on.
