@@ -6,6 +6,7 @@
 
 #include "code_planes.h"
 #include "sort.h"
+#include "wgmma.h"
 
 namespace yoso {
 namespace {
@@ -44,6 +45,7 @@ struct CountProblem {
 };
 
 __global__ void __launch_bounds__(kCountThreads, 3) count_pairs_kernel(CountProblem p) {
+#if YOSO_HAS_WGMMA
   // of a head's rows in the order, all hash functions'
   struct Bucket {
     int32_t first, size;
@@ -180,6 +182,7 @@ __global__ void __launch_bounds__(kCountThreads, 3) count_pairs_kernel(CountProb
 #pragma unroll 4
   for (int32_t i = threadIdx.x; i < tiles * kTileCounts / kPieceBytes; i += kCountThreads)
     to[i] = reinterpret_cast<const uint4*>(counts)[i];
+#endif
 }
 
 // Fills in the counts of `heads` heads.
