@@ -43,7 +43,7 @@ for dtype in (torch.float32, torch.bfloat16):
             os.environ["YOSO_CUDA_BACKWARD"] = way
             inputs.sampled(ops, dtype)
         inputs.remainder(ops, dtype), inputs.first_order(ops, dtype)
-# few functions that agree
+# tables of codes that fit no block's memory
 os.environ["YOSO_CUDA_BACKWARD"] = "pairs"
 Inputs("random", (1, 1, 900, 40, 64, 64, 32, 12), torch.bfloat16).sampled(ops, torch.bfloat16)
 torch.cuda.synchronize()

@@ -16,8 +16,8 @@ constexpr int kPadding = 192;
 __host__ __device__ constexpr int32_t plane_length(int32_t rows) { return (rows + kPadding + 31) / 32 * 32; }
 
 // The orders of the places: that of the rows, or one in which those of 32 rows that a lane of a tile on tensor cores
-// has are neighbours: g, g + 8, g + 16 and g + 24.
-enum class PlaneOrder { kRows, kLanes };
+// has are neighbours: g, g + 8, g + 16 and g + 24. Or there are no planes.
+enum class PlaneOrder { kRows, kLanes, kNone };
 __host__ __device__ constexpr int32_t plane_place(PlaneOrder order, int32_t row) {
   return order == PlaneOrder::kRows ? row : row / 32 * 32 + row % 8 * 4 + row % 32 / 8;
 }
@@ -103,7 +103,7 @@ struct PairedCodes {
 inline Tensor pack_planes(const Device& device, const Tensor& codes, int tau, uint32_t filler, PlaneOrder order) {
   const int64_t B = codes.size(0), H = codes.size(1), m = codes.size(2);
   const int32_t length = count_of(codes.size(3), "rows"), padded = plane_length(length);
-  const int64_t lines = B * H * divide_up(m, kWordBits);
+  const int64_t lines = order == PlaneOrder::kNone ? 0 : B * H * divide_up(m, kWordBits);
   Tensor planes = empty_tensor(codes, {lines, tau, padded}, ScalarType::Int);
   dispatch_codes(codes, [&](auto code) {
     launch(device, pack_planes_kernel<decltype(code)>, lines * divide_up(padded, kRowThreads), kRowThreads, 0,
@@ -113,7 +113,7 @@ inline Tensor pack_planes(const Device& device, const Tensor& codes, int tau, ui
   return planes;
 }
 
-// The planes of codes [B, H, m, N] and [B, H, m, M], "mine" being the queries' side.
+// The codes [B, H, m, N] and [B, H, m, M], "mine" being the queries' side, with their planes.
 class CodePlanes {
  public:
   CodePlanes(const Device& device, const Tensor& query_codes, const Tensor& key_codes, int64_t hash_code_len,
@@ -132,7 +132,8 @@ class CodePlanes {
 
  private:
   static CodeSide side(const Tensor& codes, const Tensor& planes) {
-    return {codes.const_data_ptr(), static_cast<const uint32_t*>(planes.const_data_ptr()),
+    return {codes.const_data_ptr(),
+            planes.numel() == 0 ? nullptr : static_cast<const uint32_t*>(planes.const_data_ptr()),
             static_cast<int32_t>(codes.size(3)), codes.scalar_type() == ScalarType::Int};
   }
 

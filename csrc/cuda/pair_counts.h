@@ -1,11 +1,10 @@
-// How many hash functions agree, of every pair of a query and a key of some heads. Where few do, pairs are found in the
-// buckets, which takes a step for each function that agrees; where many do, all pairs are compared by planes, so that
-// no data takes much longer than that. The numbers are bytes, in the order in which the lanes of a warpgroup's product
-// have the pairs.
+// How many hash functions agree, of every pair of a query and a key of some heads, as bytes, in the order in which the
+// lanes of a warpgroup's product have the pairs. Of some keys a block has a table for every function: which of them
+// have a code, a bit each. What a query finds in the tables by its codes is added up for all of the keys at once, bit
+// by bit. So it takes as long for any data. Where tables do not fit shared memory, pairs are compared by planes.
 #pragma once
 
 #include "code_planes.h"
-#include "sort.h"
 #include "wgmma.h"
 
 namespace yoso {
@@ -15,182 +14,220 @@ namespace {
 constexpr int kStripKeys = 16, kTileQueries = 64, kTileCounts = kStripKeys * kTileQueries;
 // As bfloat16, numbers up to this one more than 128 are a constant and the byte.
 constexpr int64_t kMostCount = 127;
+// Threads of a block, keys of its tables, and hash functions whose tables a thread reads at a time.
+constexpr int kCountThreads = 512, kTableKeys = 32, kHashesAtOnce = 8;
 
 __host__ __device__ constexpr int32_t count_tiles(int32_t queries) {
   return (queries + kTileQueries - 1) / kTileQueries;
 }
 
-// Where the count of a strip's key and of a query is. A lane that has keys g and g + 8, and queries 2t and 2t + 1 of
-// every 8, finds those of 32 queries side by side, and of these those of 8 at a time.
+// Where the count of a strip's key and of a tile's query is. A lane that has keys g and g + 8, and queries 2t and 2t +
+// 1 of every 8, finds those of 32 queries side by side, and of these those of 8 at a time, a word.
 __host__ __device__ constexpr uint32_t count_place(uint32_t key, uint32_t query) {
   return query / 32 * 512 + (key % 8 * 4 + query % 8 / 2) * 16 + query % 32 / 8 * 4 + key / 8 * 2 + query % 2;
 }
 
-// A block has a strip and up to so many tiles; of its lanes so many share a bucket, and have so many rows of it at
-// once.
-constexpr int kCountThreads = 384, kCountTiles = 64, kBucketLanes = 8, kRowsAtOnce = 3, kBucketsAtOnce = 2;
-// How many functions that agree take as long as a plane of a pair: by what both took on an H200 as first written, and
-// the instructions of each since.
-constexpr float kAgreeingOfPlane = 0.04f;
+// Entries of a table: with one for rows without a code, which nobody has.
+__host__ __device__ constexpr int32_t table_entries(int32_t tau) { return (1 << tau) + 1; }
 
-// Of some heads, from first_head on, the strips from first_strip on.
+// Of some heads, from first_head on, the strips from first_strip on, an even number.
 struct CountProblem {
   // "mine" being the keys
   PairedCodes codes;
-  // the queries of these heads by code, see SortedCodes
-  const int32_t *order, *starts;
   // [heads, strips, tiles, kTileCounts]; of queries past the last, and of rows without codes, anything
   uint8_t* counts;
   int32_t first_head, first_strip, strips, tiles;
+
+  // The word of a strip's first key, and of two queries of a tile.
+  __device__ __forceinline__ uint32_t* words(int32_t head, int32_t strip, int32_t tile, uint32_t query) const {
+    uint8_t* const counts_of_tile = counts + ((int64_t{head} * strips + strip) * tiles + tile) * kTileCounts;
+    return reinterpret_cast<uint32_t*>(counts_of_tile + count_place(0, query));
+  }
+};
+// from one key's word to the next key's
+constexpr int kNextKey = count_place(1, 0) / sizeof(uint32_t);
+
+// Numbers of 32 things, a bit of each in a word.
+struct BitCounts {
+  static constexpr int kBits = 7;
+  uint32_t bits[8] = {};
+
+  // sum + a + b, of bits: the sum's, and what is carried
+  __device__ __forceinline__ static uint32_t carry_of(uint32_t& sum, uint32_t a, uint32_t b) {
+    const uint32_t carry = sum & a | b & (sum ^ a);
+    sum ^= a ^ b;
+    return carry;
+  }
+
+  __device__ __forceinline__ void add(const uint32_t (&ones)[8]) {
+    uint32_t twos[4], fours[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) twos[i] = carry_of(bits[0], ones[2 * i], ones[2 * i + 1]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) fours[i] = carry_of(bits[1], twos[2 * i], twos[2 * i + 1]);
+    uint32_t carry = carry_of(bits[2], fours[0], fours[1]);
+#pragma unroll
+    for (int bit = 3; bit < kBits; ++bit) {
+      const uint32_t next = bits[bit] & carry;
+      bits[bit] ^= carry;
+      carry = next;
+    }
+  }
+
+  // Takes bits to bytes: those of words[i] become the numbers of things i, i + 8, i + 16 and i + 24.
+  __device__ __forceinline__ void take_to_bytes(uint32_t (&words)[8]) const {
+    memcpy(words, bits, sizeof(words));
+    const auto swap = [&](int distance, uint32_t mask) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if ((i & distance) != 0) continue;
+        const uint32_t differ = (words[i] >> distance ^ words[i + distance]) & mask;
+        words[i + distance] ^= differ;
+        words[i] ^= differ << distance;
+      }
+    };
+    swap(4, 0x0F0F0F0F);
+    swap(2, 0x33333333);
+    swap(1, 0x55555555);
+  }
 };
 
-__global__ void __launch_bounds__(kCountThreads, 3) count_pairs_kernel(CountProblem p) {
+constexpr uint32_t kWordBytes = sizeof(uint32_t);
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
+  return word;
+}
+
+// A warp counts the functions that agree for the block's keys and a tile of queries, two a lane.
+template <class Code>
+__global__ void __launch_bounds__(kCountThreads, 2) count_by_tables_kernel(CountProblem p) {
 #if YOSO_HAS_WGMMA
-  // of a head's rows in the order, all hash functions'
-  struct Bucket {
-    int32_t first, size;
-  };
-  constexpr int kWarps = kCountThreads / kWarp, kGroups = kCountThreads / kBucketLanes;
-  constexpr int kHashStep = kCountThreads / kStripKeys;
-  static_assert(kGroups % kStripKeys == 0, "a group has buckets of one key");
+  static_assert(kTableKeys == 2 * kStripKeys && kTileQueries == 2 * kWarp && kHashesAtOnce == 8, "as the words are");
   const PairedCodes& codes = p.codes;
-  const int32_t parts = (p.tiles - 1) / kCountTiles + 1, part = blockIdx.x % parts, line = blockIdx.x / parts;
-  const int32_t head = line / p.strips, first_key = (p.first_strip + line % p.strips) * kStripKeys;
-  const int32_t first_tile = part * kCountTiles, tiles = min(kCountTiles, p.tiles - first_tile);
-  const int32_t first_query = first_tile * kTileQueries, table_size = 1 << codes.tau;
-  const int32_t num_buckets = codes.num_hash * kStripKeys;
-  const int64_t batch_head = p.first_head + head, first_list = int64_t{head} * codes.num_hash;
-  const int32_t keys = codes.mine.length, queries = codes.others.length;
-  auto* const met = shared_memory<float>();
-  auto* const buckets = reinterpret_cast<Bucket*>(met + kWarps);
-  auto* const my_planes = reinterpret_cast<uint32_t*>(buckets + num_buckets);
-  auto* const counts = reinterpret_cast<uint8_t*>(my_planes + codes.planes() * kStripKeys);
-  static_assert(kWarps * sizeof(float) % kPieceBytes == 0 && kStripKeys * sizeof(Bucket) % kPieceBytes == 0,
-                "planes and counts are read and written in pieces");
+  const int32_t groups = p.strips / 2, head = blockIdx.x / groups, strip = blockIdx.x % groups * 2;
+  const int32_t keys = codes.mine.length, queries = codes.others.length, entries = table_entries(codes.tau);
+  const int64_t first_list = (p.first_head + int64_t{head}) * codes.num_hash;
+  const Code* const head_codes = static_cast<const Code*>(codes.others.codes) + first_list * queries;
+  const uint32_t list_bytes = queries * static_cast<uint32_t>(sizeof(Code));
+  uint32_t* const tables = shared_memory<uint32_t>();
 
-#pragma unroll 4
-  for (int32_t i = threadIdx.x; i < tiles * kTileCounts / kPieceBytes; i += kCountThreads)
-    reinterpret_cast<uint4*>(counts)[i] = {};
-  // of each hash function the keys' buckets, and how many queries the thread's have
-  float thread_met = 0;
-  const int32_t key = first_key + threadIdx.x % kStripKeys;
-  const int32_t* const head_starts = p.starts + first_list * (table_size + 1);
-#pragma unroll 1
-  for (int32_t first = threadIdx.x / kStripKeys; first < codes.num_hash; first += kBucketsAtOnce * kHashStep) {
-    uint32_t code[kBucketsAtOnce];
-    int32_t start[kBucketsAtOnce], end[kBucketsAtOnce];
-#pragma unroll
-    for (int k = 0; k < kBucketsAtOnce; ++k) {
-      const int32_t hash = first + k * kHashStep;
-      const bool exists = key < keys && hash < codes.num_hash;
-      code[k] = exists ? codes.mine.at((batch_head * codes.num_hash + hash) * keys + key) : ~0u;
-    }
-#pragma unroll
-    for (int k = 0; k < kBucketsAtOnce; ++k) {
-      const bool exists = code[k] < static_cast<uint32_t>(table_size);
-      const uint32_t place = (first + k * kHashStep) * (table_size + 1) + code[k];
-      start[k] = exists ? head_starts[place] : 0;
-      end[k] = exists ? head_starts[place + 1] : 0;
-    }
-#pragma unroll
-    for (int k = 0; k < kBucketsAtOnce; ++k) {
-      const int32_t hash = first + k * kHashStep;
-      if (hash >= codes.num_hash) break;
-      buckets[hash * kStripKeys + threadIdx.x % kStripKeys] = {hash * queries + start[k], end[k] - start[k]};
-      thread_met += static_cast<float>(end[k] - start[k]);
-    }
-  }
-  thread_met = sum_of_lanes(thread_met, 5);
-  if (threadIdx.x % kWarp == 0) met[threadIdx.x / kWarp] = thread_met;
+  for (int32_t i = threadIdx.x; i < codes.num_hash * entries; i += kCountThreads) tables[i] = 0;
   __syncthreads();
-  float all_met = 0;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) all_met += met[warp];
+  const int32_t table_key = threadIdx.x % kTableKeys, key = (p.first_strip + strip) * kStripKeys + table_key;
+  const auto tables_address = static_cast<uint32_t>(__cvta_generic_to_shared(tables));
+#pragma unroll 4
+  for (int32_t hash = threadIdx.x / kTableKeys; hash < codes.num_hash; hash += kCountThreads / kTableKeys) {
+    const uint32_t code = key < keys ? codes.mine.at((first_list + hash) * keys + key) : ~0u;
+    const uint32_t address = tables_address + (hash * entries + code) * kWordBytes;
+    // each key's bit once
+    if (code < entries - 1u)
+      asm volatile("red.shared.add.u32 [%0], %1;" : : "r"(address), "r"(1u << table_key) : "memory");
+  }
+  __syncthreads();
 
-  // a bucket of few takes as long as one of as many as lanes share it
-  if (all_met + kBucketLanes * num_buckets <= kAgreeingOfPlane * codes.planes() * kStripKeys * queries) {
-    const int32_t group = threadIdx.x / kBucketLanes, lane = threadIdx.x % kBucketLanes;
-    const uint32_t first_count =
-        static_cast<uint32_t>(__cvta_generic_to_shared(counts)) + count_place(group % kStripKeys, 0);
-    // no row is -1
-    const auto count = [&](int32_t row) {
-      const uint32_t query = row - first_query;
-      if (query < tiles * kTileQueries) add_one<uint8_t>(first_count, count_place(0, query));
+#pragma unroll 1
+  for (int32_t tile = threadIdx.x / kWarp; tile < p.tiles; tile += kCountThreads / kWarp) {
+    const uint32_t tile_query = warp_lane() * 2;
+    const int32_t query = tile * kTileQueries + static_cast<int32_t>(tile_query);
+    BitCounts counts[2];
+    // past the last there is the last again
+    const Code* const query_codes[2] = {head_codes + min(query, queries - 1), head_codes + min(query + 1, queries - 1)};
+    const auto add = [&](int32_t hash, bool is_whole) {
+      uint32_t found[2][kHashesAtOnce];
+#pragma unroll
+      for (int i = 0; i < 2 * kHashesAtOnce; ++i) {
+        const bool exists = is_whole || hash + i / 2 < codes.num_hash;
+        found[i % 2][i / 2] = exists ? *row_at(query_codes[i % 2], hash + i / 2, list_bytes) : ~0u;
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * kHashesAtOnce; ++i) {
+        // functions that there are not have no code in the first table either
+        const int32_t table = is_whole || hash + i / 2 < codes.num_hash ? (hash + i / 2) * entries : 0;
+        found[i % 2][i / 2] =
+            load_shared(tables_address + table * kWordBytes + min(found[i % 2][i / 2], entries - 1u) * kWordBytes);
+      }
+#pragma unroll
+      for (int q = 0; q < 2; ++q) counts[q].add(found[q]);
     };
-    const int32_t* const head_order = p.order + first_list * queries + lane;
+    int32_t hash = 0;
 #pragma unroll 1
-    for (int32_t i = group; i < num_buckets; i += kBucketsAtOnce * kGroups) {
-      const int32_t* rows[kBucketsAtOnce];
-      int32_t left[kBucketsAtOnce], row[kBucketsAtOnce][kRowsAtOnce];
+    for (; hash + kHashesAtOnce <= codes.num_hash; hash += kHashesAtOnce) add(hash, true);
+    if (hash < codes.num_hash) add(hash, false);
+    uint32_t words[2][8];
 #pragma unroll
-      for (int k = 0; k < kBucketsAtOnce; ++k) {
-        const Bucket bucket = i + k * kGroups < num_buckets ? buckets[i + k * kGroups] : Bucket{};
-        rows[k] = head_order + bucket.first;
-        left[k] = bucket.size - lane;
+    for (int q = 0; q < 2; ++q) counts[q].take_to_bytes(words[q]);
+    uint32_t* const to = p.words(head, strip, tile, tile_query);
+    uint32_t* const next_strip = p.words(head, strip + 1, tile, tile_query);
 #pragma unroll
-        for (int j = 0; j < kRowsAtOnce; ++j) row[k][j] = j * kBucketLanes < left[k] ? rows[k][j * kBucketLanes] : -1;
-      }
-#pragma unroll
-      for (int k = 0; k < kBucketsAtOnce; ++k) {
-#pragma unroll
-        for (int j = 0; j < kRowsAtOnce; ++j) count(row[k][j]);
-#pragma unroll 1
-        for (int32_t j = kRowsAtOnce * kBucketLanes; j < left[k]; j += kBucketLanes) count(rows[k][j]);
-      }
-    }
-  } else {
-    const uint32_t* const from = codes.plane_of(codes.mine, batch_head, first_key);
-#pragma unroll 1
-    for (int32_t i = threadIdx.x; i < codes.planes() * kStripKeys; i += kCountThreads)
-      my_planes[i] = from[i / kStripKeys * plane_length(keys) + i % kStripKeys];
-    __syncthreads();
-    const int32_t length = plane_length(queries), pairs = tiles * kTileQueries / 2;
-    // a thread has two queries and, of each half of the keys, half: whose counts are words
-#pragma unroll 1
-    for (int32_t i = threadIdx.x; i < 2 * pairs; i += kCountThreads) {
-      const int32_t first = i < pairs ? 0 : kStripKeys / 4, query = (i < pairs ? i : i - pairs) * 2;
-      const uint32_t* my_plane = my_planes + first;
-      const uint32_t* other_plane = codes.plane_of(codes.others, batch_head, first_query + query);
-      // the key, and whether it is of the second half and the second query
-      int equal[kStripKeys / 4][4];
-      codes.count_equal(
-          0,
-          [&](bool is_first, uint32_t(&differ)[kStripKeys / 4][4]) {
-            uint32_t mine[2][kStripKeys / 4];
-            load(my_plane, mine[0]);
-            load(my_plane + kStripKeys / 2, mine[1]);
-            const uint2 others = *reinterpret_cast<const uint2*>(other_plane);
-#pragma unroll
-            for (int k = 0; k < kStripKeys; ++k) {
-              const uint32_t bits = mine[k / 2 % 2][k / 4] ^ (k % 2 == 0 ? others.x : others.y);
-              differ[k / 4][k % 4] = is_first ? bits : differ[k / 4][k % 4] | bits;
-            }
-            my_plane += kStripKeys;
-            other_plane += length;
-          },
-          equal);
-#pragma unroll
-      for (int k = 0; k < kStripKeys / 4; ++k)
-        *reinterpret_cast<uint32_t*>(counts + count_place(first, query) + count_place(k, 0)) =
-            equal[k][0] | equal[k][1] << 8 | equal[k][2] << 16 | equal[k][3] << 24;
+    for (int i = 0; i < 8; ++i) {
+      to[i * kNextKey] = __byte_perm(words[0][i], words[1][i], 0x5140);
+      next_strip[i * kNextKey] = __byte_perm(words[0][i], words[1][i], 0x7362);
     }
   }
-  __syncthreads();
-  // found again, as registers are short
-  const uint32_t block = unknown(blockIdx.x), first = block / parts * p.tiles + block % parts * kCountTiles;
-  auto* const to = reinterpret_cast<uint4*>(p.counts + int64_t{first} * kTileCounts);
-#pragma unroll 4
-  for (int32_t i = threadIdx.x; i < tiles * kTileCounts / kPieceBytes; i += kCountThreads)
-    to[i] = reinterpret_cast<const uint4*>(counts)[i];
 #endif
+}
+
+// The same of a strip's keys by planes. A thread has two queries and, of each half of the keys, half.
+__global__ void __launch_bounds__(kCountThreads, 2) count_by_planes_kernel(CountProblem p) {
+#if YOSO_HAS_WGMMA
+  constexpr int kHalf = kStripKeys / 2, kQuarter = kStripKeys / 4;
+  const PairedCodes& codes = p.codes;
+  const int32_t head = blockIdx.x / p.strips, strip = blockIdx.x % p.strips;
+  const int64_t batch_head = p.first_head + head;
+  uint32_t* const my_planes = shared_memory<uint32_t>();
+  const uint32_t* const from = codes.plane_of(codes.mine, batch_head, (p.first_strip + strip) * kStripKeys);
+  for (int32_t i = threadIdx.x; i < codes.planes() * kStripKeys; i += kCountThreads)
+    my_planes[i] = from[i / kStripKeys * plane_length(codes.mine.length) + i % kStripKeys];
+  __syncthreads();
+  const int32_t length = plane_length(codes.others.length), pairs = p.tiles * kTileQueries / 2;
+#pragma unroll 1
+  for (int32_t i = threadIdx.x; i < 2 * pairs; i += kCountThreads) {
+    const int32_t first = i < pairs ? 0 : kQuarter, query = (i < pairs ? i : i - pairs) * 2;
+    const uint32_t* my_plane = my_planes + first;
+    const uint32_t* other_plane = codes.plane_of(codes.others, batch_head, query);
+    // the key, and whether it is of the second half and the second query
+    int equal[kQuarter][4];
+    const auto compare_plane = [&](bool is_first, uint32_t(&differ)[kQuarter][4]) {
+      uint32_t mine[2][kQuarter];
+      load(my_plane, mine[0]);
+      load(my_plane + kHalf, mine[1]);
+      const uint2 others = *reinterpret_cast<const uint2*>(other_plane);
+#pragma unroll
+      for (int k = 0; k < kStripKeys; ++k) {
+        const uint32_t bits = mine[k / 2 % 2][k / 4] ^ (k % 2 == 0 ? others.x : others.y);
+        differ[k / 4][k % 4] = is_first ? bits : differ[k / 4][k % 4] | bits;
+      }
+      my_plane += kStripKeys;
+      other_plane += length;
+    };
+    codes.count_equal(0, compare_plane, equal);
+    uint32_t* const to = p.words(head, strip, query / kTileQueries, query % kTileQueries);
+#pragma unroll
+    for (int k = 0; k < kQuarter; ++k)
+      to[(first + k) * kNextKey] = equal[k][0] | equal[k][1] << 8 | equal[k][2] << 16 | equal[k][3] << 24;
+  }
+#endif
+}
+
+inline int64_t table_bytes(int64_t num_hash, int64_t tau) {
+  return num_hash * table_entries(static_cast<int32_t>(tau)) * static_cast<int64_t>(sizeof(uint32_t));
+}
+
+// Which planes counting takes: none where there is memory for tables.
+inline PlaneOrder planes_to_count(const Device& device, int64_t num_hash, int64_t tau) {
+  return table_bytes(num_hash, tau) <= static_cast<int64_t>(device.shared_bytes()) ? PlaneOrder::kNone
+                                                                                   : PlaneOrder::kRows;
 }
 
 // Fills in the counts of `heads` heads.
 inline void count_pairs(const Device& device, const CountProblem& p, int64_t heads) {
-  const int64_t bytes = kCountThreads / kWarp * int64_t{sizeof(float)} +
-                        (2 * p.codes.num_hash + p.codes.planes()) * int64_t{kStripKeys} * int64_t{sizeof(int32_t)} +
-                        std::min(p.tiles, kCountTiles) * int64_t{kTileCounts};
-  launch(device, count_pairs_kernel, heads * p.strips * divide_up(p.tiles, kCountTiles), kCountThreads, bytes, p);
+  if (p.codes.mine.planes == nullptr)
+    launch(device, p.codes.others.wide ? count_by_tables_kernel<int32_t> : count_by_tables_kernel<int16_t>,
+           heads * p.strips / 2, kCountThreads, table_bytes(p.codes.num_hash, p.codes.tau), p);
+  else
+    launch(device, count_by_planes_kernel, heads * p.strips, kCountThreads,
+           p.codes.planes() * kStripKeys * sizeof(uint32_t), p);
 }
 
 }  // namespace

@@ -6,7 +6,6 @@
 #include "sampled_attention_pairs.h"
 
 #include <cstdlib>
-#include <optional>
 #include <string_view>
 
 #include "pairs_mma.h"
@@ -56,8 +55,8 @@ struct ByWarpgroups {
 
 template <class Way>
 void backward_by_pairs(const Device& device, const Tensor& grad, const Tensor& query, const Tensor& key,
-                       const Tensor& value, const Tensor& query_codes, CollidingPairs pairs, const Tensor& grad_query,
-                       const Tensor& grad_key, const Tensor& grad_value) {
+                       const Tensor& value, CollidingPairs pairs, const Tensor& grad_query, const Tensor& grad_key,
+                       const Tensor& grad_value) {
   using Place = typename Way::Place;
   using In = BFloat16;
   const int64_t heads = query.size(0) * query.size(1), N = query.size(2), D = query.size(3);
@@ -86,8 +85,6 @@ void backward_by_pairs(const Device& device, const Tensor& grad, const Tensor& q
   all.columns = static_cast<int32_t>(D);
   for (int64_t first = 0; first < heads; first += most_heads) {
     const int64_t heads_now = std::min(most_heads, heads - first);
-    std::optional<SortedCodes> order;
-    if constexpr (Way::kCounts > 0) order = sort_codes(device, query_codes, first, heads_now, pairs.codes.tau);
     for (int64_t first_list = 0; first_list < blocks; first_list += most_lists) {
       all.first_head = static_cast<int32_t>(first);
       all.inverse_length = queries.factors + first * N;
@@ -95,15 +92,10 @@ void backward_by_pairs(const Device& device, const Tensor& grad, const Tensor& q
       all.are_first = first_list == 0;
       all.are_last = first_list + all.lists == blocks;
       if constexpr (Way::kCounts > 0) {
-        const CountProblem problem{pairs.codes,
-                                   static_cast<const int32_t*>(order->order.const_data_ptr()),
-                                   static_cast<const int32_t*>(order->starts.const_data_ptr()),
-                                   counts_of_launch,
-                                   all.first_head,
-                                   static_cast<int32_t>(first_list * Place::kStrips),
-                                   all.lists * Place::kStrips,
-                                   tiles};
-        count_pairs(device, problem, heads_now);
+        const auto first_strip = static_cast<int32_t>(first_list * Place::kStrips);
+        count_pairs(device,
+                    {pairs.codes, counts_of_launch, all.first_head, first_strip, all.lists * Place::kStrips, tiles},
+                    heads_now);
         pairs.counts = counts_of_launch;
       }
       launch(device, Way::kKernel, heads_now * all.lists, Place::kBlockThreads, Way::shared_bytes(pairs), keys, queries,
@@ -151,14 +143,15 @@ void sampled_attention_backward_by_pairs(const Device& device, const Tensor& gra
   const Tensor keys = tile_rows(key, widest), values = tile_rows(value, widest);
   TileOutput query_output(grad_query, queries), key_output(grad_key, keys), value_output(grad_value, values);
   const bool by_warpgroups = goes_by_warpgroups(device, query, value, query_codes.size(2));
-  const CodePlanes planes(device, query_codes, key_codes, hash_code_len,
-                          by_warpgroups ? PlaneOrder::kRows : PlaneOrder::kLanes);
+  const CodePlanes planes(
+      device, query_codes, key_codes, hash_code_len,
+      by_warpgroups ? planes_to_count(device, query_codes.size(2), hash_code_len) : PlaneOrder::kLanes);
   const auto backward = by_warpgroups     ? backward_by_pairs<ByWarpgroups>
                         : widest <= kTile ? backward_by_pairs<ByWarps<kTile>>
                                           : backward_by_pairs<ByWarps<kMaxMmaColumns>>;
   // the keys are the rows that are "mine"
-  backward(device, grads, queries, keys, values, query_codes, CollidingPairs{planes.pairs().swapped()},
-           query_output.tiles(), key_output.tiles(), value_output.tiles());
+  backward(device, grads, queries, keys, values, CollidingPairs{planes.pairs().swapped()}, query_output.tiles(),
+           key_output.tiles(), value_output.tiles());
   query_output.copy();
   key_output.copy();
   value_output.copy();

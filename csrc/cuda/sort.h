@@ -43,8 +43,8 @@ template <class Counter>
 __device__ __forceinline__ void add_one(uint32_t counters, uint32_t place) {
   uint32_t address = counters + place * sizeof(Counter), one = 1;
   if constexpr (sizeof(Counter) < sizeof(int32_t)) {
-    // to a part of a word, from which nothing is carried to the next
-    one <<= address % sizeof(int32_t) * 8;
+    // to half a word, from which nothing is carried to the other
+    one = (place & 1) != 0 ? 1 << 16 : 1;
     address &= ~3u;
   }
   asm volatile("red.shared.add.u32 [%0], %1;" : : "r"(address), "r"(one) : "memory");
