@@ -176,11 +176,12 @@ void add_up(const Device& device, const AddendLists<In>& lists, int64_t heads, A
 }
 
 // How many lists there is memory for, of so many rows and columns: so many times what the cache is to keep, which on an
-// H200 is 1 GiB. But a few, as sums are read and written again for the next. A list's row may take bytes beside.
+// H200 is 1 GiB. But a few, as sums are read and written again for the next. A list may take so many other bytes for a
+// row.
 template <class In>
-int64_t lists_at_once(const Device& device, int64_t rows, int64_t columns, int64_t row_bytes = 0) {
+int64_t lists_at_once(const Device& device, int64_t rows, int64_t columns, int64_t other_bytes = 0) {
   constexpr int64_t kCaches = 32, kFewest = 4;
-  const int64_t bytes = rows * (addend_columns<In>(columns) * static_cast<int64_t>(sizeof(Addend<In>)) + row_bytes);
+  const int64_t bytes = rows * (addend_columns<In>(columns) * static_cast<int64_t>(sizeof(Addend<In>)) + other_bytes);
   return std::max(kCaches * device.cached_bytes() / std::max<int64_t>(bytes, 1), kFewest);
 }
 

@@ -47,9 +47,11 @@ struct CountProblem {
 // from one key's word to the next key's
 constexpr int kNextKey = count_place(1, 0) / sizeof(uint32_t);
 
-// Numbers of 32 things, a bit of each in a word.
+// The counts of 32 keys, up to kMostCount: a word has one bit of every key's.
 struct BitCounts {
   static constexpr int kBits = 7;
+  static_assert((1 << kBits) - 1 == kMostCount, "bits enough, and no more");
+  // the eighth is for bytes
   uint32_t bits[8] = {};
 
   // sum + a + b, of bits: the sum's, and what is carried
@@ -59,6 +61,7 @@ struct BitCounts {
     return carry;
   }
 
+  // Adds to every key's count how many of these words have its bit.
   __device__ __forceinline__ void add(const uint32_t (&ones)[8]) {
     uint32_t twos[4], fours[2];
 #pragma unroll
@@ -74,7 +77,7 @@ struct BitCounts {
     }
   }
 
-  // Takes bits to bytes: those of words[i] become the numbers of things i, i + 8, i + 16 and i + 24.
+  // Takes bits to bytes: those of words[i] become the counts of keys i, i + 8, i + 16 and i + 24.
   __device__ __forceinline__ void take_to_bytes(uint32_t (&words)[8]) const {
     memcpy(words, bits, sizeof(words));
     const auto swap = [&](int distance, uint32_t mask) {
@@ -93,6 +96,7 @@ struct BitCounts {
 };
 
 constexpr uint32_t kWordBytes = sizeof(uint32_t);
+// A word of shared memory, at an address that takes no conversion.
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   uint32_t word;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
@@ -100,7 +104,6 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
 }
 
 // A warp counts the functions that agree for the block's keys and a tile of queries, two a lane.
-template <class Code>
 __global__ void __launch_bounds__(kCountThreads, 2) count_by_tables_kernel(CountProblem p) {
 #if YOSO_HAS_WGMMA
   static_assert(kTableKeys == 2 * kStripKeys && kTileQueries == 2 * kWarp && kHashesAtOnce == 8, "as the words are");
@@ -108,6 +111,8 @@ __global__ void __launch_bounds__(kCountThreads, 2) count_by_tables_kernel(Count
   const int32_t groups = p.strips / 2, head = blockIdx.x / groups, strip = blockIdx.x % groups * 2;
   const int32_t keys = codes.mine.length, queries = codes.others.length, entries = table_entries(codes.tau);
   const int64_t first_list = (p.first_head + int64_t{head}) * codes.num_hash;
+  // longer codes have tables that fit nowhere
+  using Code = int16_t;
   const Code* const head_codes = static_cast<const Code*>(codes.others.codes) + first_list * queries;
   const uint32_t list_bytes = queries * static_cast<uint32_t>(sizeof(Code));
   uint32_t* const tables = shared_memory<uint32_t>();
@@ -161,6 +166,7 @@ __global__ void __launch_bounds__(kCountThreads, 2) count_by_tables_kernel(Count
     uint32_t* const next_strip = p.words(head, strip + 1, tile, tile_query);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
+      // of both queries, those of keys i and i + 8, and of the next strip's
       to[i * kNextKey] = __byte_perm(words[0][i], words[1][i], 0x5140);
       next_strip[i * kNextKey] = __byte_perm(words[0][i], words[1][i], 0x7362);
     }
@@ -210,6 +216,7 @@ __global__ void __launch_bounds__(kCountThreads, 2) count_by_planes_kernel(Count
 #endif
 }
 
+// What a block's tables take.
 inline int64_t table_bytes(int64_t num_hash, int64_t tau) {
   return num_hash * table_entries(static_cast<int32_t>(tau)) * static_cast<int64_t>(sizeof(uint32_t));
 }
@@ -223,8 +230,8 @@ inline PlaneOrder planes_to_count(const Device& device, int64_t num_hash, int64_
 // Fills in the counts of `heads` heads.
 inline void count_pairs(const Device& device, const CountProblem& p, int64_t heads) {
   if (p.codes.mine.planes == nullptr)
-    launch(device, p.codes.others.wide ? count_by_tables_kernel<int32_t> : count_by_tables_kernel<int16_t>,
-           heads * p.strips / 2, kCountThreads, table_bytes(p.codes.num_hash, p.codes.tau), p);
+    launch(device, count_by_tables_kernel, heads * p.strips / 2, kCountThreads,
+           table_bytes(p.codes.num_hash, p.codes.tau), p);
   else
     launch(device, count_by_planes_kernel, heads * p.strips, kCountThreads,
            p.codes.planes() * kStripKeys * sizeof(uint32_t), p);

@@ -16,8 +16,8 @@ namespace {
 
 // What a pair takes by pairs, beside its planes, and a row and hash function by buckets, in the time that a plane of a
 // pair takes, or a plane by warpgroups: the first by count; by the others, 4600 random rows of 64 columns, or 5500,
-// take as long both ways with 32 hash functions of 9 bits, as they do on an H200. Rows that are less random take longer
-// by buckets.
+// take as long both ways with 32 hash functions of 9 bits, as they did on an H200; by warpgroups before pairs were
+// counted first. Rows that are less random take longer by buckets.
 constexpr double kPairCost = 19, kBucketCost = 2000, kBucketCostOfWarpgroups = 2400;
 
 // How many heads, of up to `most`, a launch has for the last of its blocks to leave the least of a GPU idle, on which
