@@ -76,6 +76,8 @@ print(torch._C._dispatch_has_kernel_for_dispatch_key("yoso_hf::unit_rows_backwar
                     "a race",
                 ),
                 ("sampled_attention_backward", "buckets_any.h", "      __syncwarp();", ";", "a race"),
+                ("expectation_attention", "tiles_wgmma.h", "wait_for_products();\n    show", "show", "a race"),
+                ("expectation_attention", "tiles_wgmma.h", "    show_products();", "", "a race"),
                 (
                     "sampled_attention_backward",
                     "mma.h",
@@ -95,16 +97,18 @@ def test_a_mistake_is_found(kernel, file, line, instead, message, tmp_path, monk
     source.write_text(source.read_text().replace(line, instead, 1))
     monkeypatch.setattr(emulator, "ROOT", root)
     kernels = root / "kernels.so"
-    # with what the backward calls
-    emulator.build(kernels, kernels=(kernel,) if kernel == "sampled_attention" else ("sampled_attention*",))
-    code = """
+    # with what these call
+    needed = {"sampled_attention_backward": ("sampled_attention*",), "expectation_attention": (kernel, "unit_rows")}
+    emulator.build(kernels, kernels=needed.get(kernel, (kernel,)))
+    operators = "expectation" if kernel == "expectation_attention" else "sampled"
+    code = f"""
 import os
 from test_kernels import Inputs, assert_as_accurate_as_pytorch
 for way, dtype in (("buckets", torch.bfloat16), ("buckets", torch.float32), ("pairs", torch.bfloat16)):
     os.environ["YOSO_CUDA_BACKWARD"] = way
     for columns, tau in ((64, 6), (40, 4), (64, 1)):
         inputs = Inputs("random", (1, 4, 333, 90, 64, columns, 4, tau), dtype)
-        assert_as_accurate_as_pytorch(inputs.sampled, dtype)
+        assert_as_accurate_as_pytorch(inputs.{operators}, dtype)
 """
     with pytest.raises(AssertionError, match=message):
         run_emulated(kernels, code, watch="races")

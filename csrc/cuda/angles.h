@@ -31,7 +31,7 @@ template <class W>
 __device__ __forceinline__ float angle_complement(float signed_as, float t) {
   float ratio;
   if constexpr (std::is_same_v<W, BFloat16>)
-    ratio = polynomial(t, 0.0028314807f, 0.00023319625f, 0.0093952846f, 0.037378907f, 0.45016113f);
+    ratio = polynomial(t, 0.0059618738f, 0.0057526503f, 0.038127331f, 0.45013664f);
   else if constexpr (std::is_same_v<W, Half>)
     ratio = polynomial(t, 0.0014137337f, -0.0008178968f, 0.0035374586f, 0.0081703179f, 0.037538614f, 0.45015776f);
   else

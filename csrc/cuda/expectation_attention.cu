@@ -8,6 +8,7 @@ struct AllPairs {
   static constexpr bool kMasksRows = false, kPositive = true;
   static constexpr int kSumOthers = 64;
   static constexpr int kBlocks = 0;
+  static constexpr bool kByWarpgroups = true;
   int tau;
   bool exact;
 

@@ -10,6 +10,7 @@ struct NearPairs {
   static constexpr bool kMasksRows = true, kPositive = false;
   static constexpr int kSumOthers = 32;
   static constexpr int kBlocks = 3;
+  static constexpr bool kByWarpgroups = false;
   PairedCodes codes;
   int window;
 

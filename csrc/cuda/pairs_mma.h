@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(PairsPlace<columns>::kBlockThreads, PairsPlace
   // to about length one by a power of two: what is left of a factor is from 1 to 2, and can be a part of the weights
   mine.scale(keys, block, block.first);
 
-  MmaSums<Place> sums = {}, value_sums = {};
+  typename Place::Sums sums = {}, value_sums = {};
   const bool few = count <= kFewOthers;
   for (int first = 0, current = 0; first < count; first += kOthers, current ^= 1) {
     wait_for_copies();
@@ -123,13 +123,13 @@ __global__ void __launch_bounds__(PairsPlace<columns>::kBlockThreads, PairsPlace
     float weights[kPairs][4], products[kPairs][4];
     pairs.count<Place>(planes, current, weights);
     uint32_t rounded[kPairs / 2][4];
-    add_weighted_mma<Place>(weights, tile.values, false, value_sums, rounded);
-    multiply_mma<Place>(mine.values, tile.values, products);
+    add_weighted_mma<Place>(weights, tile.values, false, false, value_sums, rounded);
+    Place::multiply(Place::my_rows(mine.values), tile.values, products);
 #pragma unroll
     for (int i = 0; i < kPairs * 4; ++i)
       products[i / 4][i % 4] *= weights[i / 4][i % 4] * tile.factors[Place::other(i / 4, i % 4)] *
                                 mine.factors[Place::row(i / 4, i % 4)];
-    add_weighted_mma<Place>(products, tile.rows, few, sums, rounded);
+    add_weighted_mma<Place>(products, tile.rows, few, false, sums, rounded);
 #pragma unroll
     for (int i = 0; i < kPairs * 2; ++i)
       *reinterpret_cast<uint32_t*>(memory.slopes + Place::row(i / 2, i % 2 * 2) * memory.kStride + first % kQueries +
@@ -151,7 +151,8 @@ __global__ void __launch_bounds__(PairsPlace<columns>::kBlockThreads, PairsPlace
 #pragma unroll
     for (int c = 0; c < columns / 4; ++c)
       sums[part][c / 2][half * 2 + c % 2] *= my_factor > 0 ? __fdividef(scale, my_factor) : 0;
-    take_through_unit_row(mine.rows + tile_row * Place::kStride + Place::other(0, 0), my_factor, half, sums[part]);
+    take_through_unit_row<BFloat16>([&](int piece) { return *Place::pair(mine.rows, tile_row, piece); }, my_factor,
+                                    half, sums[part]);
     const int64_t row = end.first + tile_row;
     if (row >= keys.count) continue;
     store_row(grad_key.at(end.batch, end.head, row), sums[part], half, keys.factors[end.batch_head * keys.count + row],

@@ -8,6 +8,7 @@
 //     kSumOthers                      others in a tile of up to 64 columns, by the registers that weigh takes
 //     kBlocks                         blocks that are to run at a time for slopes alone, of up to 64 columns, or 0 for
 //                                     as many as the compiler comes to
+//     kByWarpgroups                   whether there are so many pairs that warpgroups are to multiply, where they can
 //     kMasksRows                      whether rows may have no weight, whatever stands in them
 //     kPositive                       whether no weight is negative
 //     is_real(batch_head, row, inverse_length)
@@ -24,7 +25,7 @@
 
 #include "rows.h"
 #include "tiles_any.h"
-#include "tiles_mma.h"
+#include "tiles_wgmma.h"
 
 namespace yoso {
 namespace {
@@ -91,9 +92,11 @@ class Launcher {
     const Rows<In> to = mutable_rows_of<In>(out);
     with_columns([&](auto columns) {
       if constexpr (kIsForTensorCores<In>) {
-        using Place = SumPlace<In, columns(), Pairs>;
-        launch_tiles<Place, MmaShared<Place, false>>(weighted_sum_mma_kernel<In, columns(), Pairs>, mine, others, pairs,
-                                                     to, inverse_length);
+        with_place<SumPlace<In, columns(), Pairs>, WarpgroupSumPlace>(others, [&](auto of) {
+          using Place = decltype(of);
+          launch_tiles<Place, MmaShared<Place, false>>(weighted_sum_mma_kernel<Place, Pairs, In>, mine, others, pairs,
+                                                       to, inverse_length);
+        });
       } else {
         constexpr int n = kPairRows<columns()>;
         launch_tiles<Place<n>, Shared<In>>(weighted_sum_kernel<In, n, columns() / kTile, Pairs>, mine, others, pairs,
@@ -106,9 +109,7 @@ class Launcher {
     const Rows<In> to = mutable_rows_of<In>(out);
     with_columns([&](auto columns) {
       if constexpr (kIsForTensorCores<In>) {
-        using Place = GradientPlace<In, columns()>;
-        launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<In, columns(), false, Pairs>, mine, others,
-                                                    pairs, to, Rows<In>{});
+        gradient_mma<columns(), false>(mine, others, pairs, to, Rows<In>{});
       } else {
         constexpr int n = kPairRows<columns()>;
         launch_tiles<Place<n>, Shared<In>>(gradient_kernel<In, n, columns() / kTile, Pairs>, mine, others, pairs, to);
@@ -122,9 +123,7 @@ class Launcher {
     if constexpr (kIsForTensorCores<In>) {
       // computes the weights once for both
       with_columns([&](auto columns) {
-        using Place = GradientPlace<In, columns()>;
-        launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<In, columns(), true, Pairs>, mine, others,
-                                                    pairs, mutable_rows_of<In>(out), mutable_rows_of<In>(out_values));
+        gradient_mma<columns(), true>(mine, others, pairs, mutable_rows_of<In>(out), mutable_rows_of<In>(out_values));
       });
     } else {
       gradient(mine, others, pairs, out);
@@ -142,6 +141,24 @@ class Launcher {
       if (std::max(sizes_.columns, sizes_.value_columns) <= kTile) return f(std::integral_constant<int, kTile>{});
     }
     f(std::integral_constant<int, most>{});
+  }
+
+  // Calls f with the place of the kernels on tensor cores: Warpgroup where warpgroups multiply, if there is any other.
+  template <class Mma, class Warpgroup, class F>
+  void with_place(const Side<In>& others, const F& f) const {
+    if constexpr (Pairs::kByWarpgroups && std::is_same_v<In, BFloat16> && Mma::kColumns == kWgmmaColumns)
+      if (others.count > 0 && device_.has_wgmma()) return f(Warpgroup{});
+    f(Mma{});
+  }
+
+  template <int columns, bool with_values>
+  void gradient_mma(const Side<In>& mine, const Side<In>& others, const Pairs& pairs, const Rows<In>& out,
+                    const Rows<In>& out_values) const {
+    with_place<GradientPlace<In, columns>, WarpgroupGradientPlace<with_values>>(others, [&](auto of) {
+      using Place = decltype(of);
+      launch_tiles<Place, MmaShared<Place, true>>(gradient_mma_kernel<Place, with_values, Pairs, In>, mine, others,
+                                                  pairs, out, out_values);
+    });
   }
 
   template <class Place, class Shared, class Kernel, class... Outputs>

@@ -15,27 +15,102 @@ namespace {
 // see add_weighted_mma
 constexpr int kFewOthers = 64;
 
-// Of a thread's n x 4 pairs, as many of the n are of each 16 rows of its warp. With 32 rows, a warp loads others from
-// shared memory half as often.
+// How a block multiplies its rows with tiles of others, of which it weighs kAtOnce at a time. Of a thread's n x 4
+// pairs, as many of the n are of each 16 rows of its warp. With 32 rows, a warp loads others from shared memory half as
+// often.
 template <class In_, int rows, int others, int columns, int rows_of_warp = 16>
 struct MmaPlace {
   using In = In_;
   using Weight = In;
-  static constexpr int kRows = rows, kOthers = others, kColumns = columns;
+  static constexpr int kRows = rows, kOthers = others, kAtOnce = others, kColumns = columns;
   static constexpr int kWarpRows = rows_of_warp, kParts = rows_of_warp / 16;
   static constexpr int kBlockThreads = rows / kWarpRows * kWarp;
   // of a row in shared memory, a piece more than it needs: against bank conflicts
-  static constexpr int kStride = columns + kPiece;
+  static constexpr int kStride = columns + kPiece, kAlignment = kPieceBytes;
+  // whether the architecture that is compiled for has the instructions
+  static constexpr bool kExists = true;
   // those that the threads have at a time
   static constexpr int kPieces = columns / kPiece, kRowsOfStep = kBlockThreads / kPieces;
   int64_t batch_head, first_row, first_other;
 
+  // at a time on a multiprocessor, 0 for as many as the compiler comes to
+  static constexpr int gradient_blocks(bool with_values, int of_slopes) {
+    return columns > kTile || with_values ? 0 : of_slopes;
+  }
   __device__ __forceinline__ static int row(int b, int i) {
     return threadIdx.x / kWarp * kWarpRows + b / (kOthers / 8) * 16 + warp_lane() / 4 + i / 2 * 8;
   }
   __device__ __forceinline__ static int other(int b, int i) {
     return b % (kOthers / 8) * 8 + warp_lane() % 4 * 2 + i % 2;
   }
+
+  // Where a piece of a row is in shared memory, in elements.
+  __device__ __forceinline__ static int piece(int row, int piece) { return row * kStride + piece * kPiece; }
+  // The pair of columns that a lane has of every 8, of one of the rows that row gives.
+  __device__ __forceinline__ static uint32_t* pair(In* rows_from, int row, int piece) {
+    return reinterpret_cast<uint32_t*>(rows_from + (row * kStride + warp_lane() % 4 * 2) + piece * kPiece);
+  }
+
+  // The warp's of the block's rows, as multiply takes them.
+  __device__ __forceinline__ static const In* my_rows(const In* rows_from) {
+    return rows_from + (threadIdx.x / kWarp * kWarpRows + warp_lane() % 16) * kStride + warp_lane() / 16 * 8;
+  }
+  // out = mine . others
+  template <int n>
+  __device__ __forceinline__ static void multiply(const In* mine, const In* others_from, float (&out)[n][4]) {
+    constexpr int kOtherTiles = n / kParts;
+    const int lane = warp_lane();
+    others_from += (lane / 16 * 8 + lane % 8) * kStride + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int i = 0; i < n * 4; ++i) out[i / 4][i % 4] = 0;
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 16) {
+      uint32_t a[kParts][4];
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) load_matrices<false>(a[part], mine + part * 16 * kStride + c);
+#pragma unroll
+      for (int b = 0; b < kOtherTiles; b += 2) {
+        uint32_t pair[4];
+        load_matrices<false>(pair, others_from + b * 8 * kStride + c);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          multiply_add<In>(out[part * kOtherTiles + b], a[part], {pair[0], pair[1]});
+          multiply_add<In>(out[part * kOtherTiles + b + 1], a[part], {pair[2], pair[3]});
+        }
+      }
+    }
+  }
+
+  // What a thread has of its warp's sums, by parts of 16 rows.
+  using Sums = float[kParts][kColumns / 8][4];
+
+  __device__ __forceinline__ static void clear(Sums& sums) { memset(sums, 0, sizeof(sums)); }
+  // sums += weights others, with A as multiply_add takes it; is_first where clear is all that was done to them
+  template <int n>
+  __device__ __forceinline__ static void add(const uint32_t (&weights)[n][4], const In* others_from, Sums& sums,
+                                             [[maybe_unused]] bool is_first) {
+    constexpr int kSteps = n / kParts;
+    others_from += warp_lane() % 16 * kStride + warp_lane() / 16 * 8;
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 16) {
+#pragma unroll
+      for (int b = 0; b < kSteps; ++b) {
+        uint32_t pair[4];
+        load_matrices<true>(pair, others_from + b * 16 * kStride + c);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          multiply_add<In>(sums[part][c / 8], weights[part * kSteps + b], {pair[0], pair[1]});
+          multiply_add<In>(sums[part][c / 8 + 1], weights[part * kSteps + b], {pair[2], pair[3]});
+        }
+      }
+    }
+  }
+
+  // Waits until products are there; here they are.
+  template <class... Products>
+  __device__ __forceinline__ static void finish(Products&...) {}
+  // Waits for the block's threads, for what they have copied and for their products.
+  __device__ __forceinline__ static void meet() { __syncthreads(); }
 };
 // as many rows and others as leave shared memory to other blocks
 template <class In, int columns, class Pairs>
@@ -56,7 +131,8 @@ __device__ __forceinline__ float power_of_two(float inverse) {
 template <class Place, int count, bool with_values>
 struct MmaTile {
   using In = typename Place::In;
-  In rows[count * Place::kStride], values[with_values ? count * Place::kStride : kPiece];
+  alignas(Place::kAlignment) In rows[count * Place::kStride];
+  alignas(Place::kAlignment) In values[with_values ? count * Place::kStride : kPiece];
   float factors[count];
 
   // Scales what this thread has copied.
@@ -81,12 +157,13 @@ template <class Place, int count, bool masks, bool ahead = false>
 class MmaReader {
   using In = typename Place::In;
   static constexpr int kSteps = (count - 1) / Place::kRowsOfStep + 1;
+  static_assert(Place::kRowsOfStep % 8 == 0, "a step leaves the order of pieces as it is");
 
  public:
   __device__ MmaReader(const Side<In>& side, const Block& block, const Sizes& sizes, int64_t first)
       : side_(side), left_(static_cast<int>(side.count - first)) {
     const int row = threadIdx.x / Place::kPieces, column = threadIdx.x % Place::kPieces * kPiece;
-    place_ = row * Place::kStride + column;
+    place_ = Place::piece(row, threadIdx.x % Place::kPieces);
     rows_left_ = (column < sizes.columns ? left_ : 0) - row;
     values_left_ = (column < sizes.value_columns ? left_ : 0) - row;
     rows_ = side.rows.at(block.batch, block.head, first + row) + column;
@@ -143,8 +220,8 @@ struct MmaShared {
   MmaTile<Place, Place::kOthers, true> tiles[2];
 };
 
-// Copies the block's rows, and one tile of others after the other, for which it calls use(first, i), i being where of
-// shared.tiles.
+// Copies the block's rows, and one tile of others after the other, for which it calls use(tile, from, first): for those
+// of the tile from `from` on, the first of which is number `first`.
 template <class Pairs, class Place, bool with_values, class In, class Use>
 __device__ __forceinline__ void for_tiles(MmaShared<Place, with_values>& shared, const Side<In>& mine,
                                           const Side<In>& others, const Block& block, const Sizes& sizes,
@@ -163,64 +240,15 @@ __device__ __forceinline__ void for_tiles(MmaShared<Place, with_values>& shared,
     wait_for_copies();
     if constexpr (kScalesRows<In>) shared.tiles[current].scale(others, block, first);
     // for all threads' copies, and until those before have been read
-    __syncthreads();
+    Place::meet();
     if (first + Place::kOthers < end) reader.copy(shared.tiles[current ^ 1]);
-    use(first, current);
+#pragma unroll 1
+    for (int from = 0; from < Place::kOthers && first + from < end; from += Place::kAtOnce)
+      use(shared.tiles[current], from, first + from);
   }
   // where there was no other
   wait_for_copies();
-  __syncthreads();
-}
-
-// out = the warp's rows . others
-template <class Place, class In, int n>
-__device__ __forceinline__ void multiply_mma(const In* mine, const In* others, float (&out)[n][4]) {
-  constexpr int kStride = Place::kStride, kOtherTiles = n / Place::kParts;
-  const int lane = warp_lane();
-  mine += (threadIdx.x / kWarp * Place::kWarpRows + lane % 16) * kStride + lane / 16 * 8;
-  others += (lane / 16 * 8 + lane % 8) * kStride + lane / 8 % 2 * 8;
-#pragma unroll
-  for (int i = 0; i < n * 4; ++i) out[i / 4][i % 4] = 0;
-#pragma unroll
-  for (int c = 0; c < Place::kColumns; c += 16) {
-    uint32_t a[Place::kParts][4];
-#pragma unroll
-    for (int part = 0; part < Place::kParts; ++part) load_matrices<false>(a[part], mine + part * 16 * kStride + c);
-#pragma unroll
-    for (int b = 0; b < kOtherTiles; b += 2) {
-      uint32_t pair[4];
-      load_matrices<false>(pair, others + b * 8 * kStride + c);
-#pragma unroll
-      for (int part = 0; part < Place::kParts; ++part) {
-        multiply_add<In>(out[part * kOtherTiles + b], a[part], {pair[0], pair[1]});
-        multiply_add<In>(out[part * kOtherTiles + b + 1], a[part], {pair[2], pair[3]});
-      }
-    }
-  }
-}
-
-// What a thread has of its warp's sums, by parts of 16 rows.
-template <class Place>
-using MmaSums = float[Place::kParts][Place::kColumns / 8][4];
-
-// sums += weights others, with A as multiply_add takes it
-template <class Place, class In, int n>
-__device__ __forceinline__ void add_rounded(const uint32_t (&weights)[n][4], const In* others, MmaSums<Place>& sums) {
-  constexpr int kSteps = n / Place::kParts;
-  others += warp_lane() % 16 * Place::kStride + warp_lane() / 16 * 8;
-#pragma unroll
-  for (int c = 0; c < Place::kColumns; c += 16) {
-#pragma unroll
-    for (int b = 0; b < kSteps; ++b) {
-      uint32_t pair[4];
-      load_matrices<true>(pair, others + b * 16 * Place::kStride + c);
-#pragma unroll
-      for (int part = 0; part < Place::kParts; ++part) {
-        multiply_add<In>(sums[part][c / 8], weights[part * kSteps + b], {pair[0], pair[1]});
-        multiply_add<In>(sums[part][c / 8 + 1], weights[part * kSteps + b], {pair[2], pair[3]});
-      }
-    }
-  }
+  Place::meet();
 }
 
 // Rounds a thread's weights to 16 bits, as the A of products.
@@ -235,7 +263,8 @@ __device__ __forceinline__ void round_weights(const float (&weights)[n][4], uint
 // off: the errors of many average out, where a single weight's is that of all columns.
 template <class Place, class In, int n>
 __device__ __forceinline__ void add_weighted_mma(const float (&weights)[n][4], const In* others, bool few,
-                                                 MmaSums<Place>& sums, uint32_t (&rounded)[n / 2][4]) {
+                                                 bool is_first, typename Place::Sums& sums,
+                                                 uint32_t (&rounded)[n / 2][4]) {
   round_weights<In>(weights, rounded);
   if (few) {
     uint32_t rest[n / 2][4];
@@ -245,9 +274,9 @@ __device__ __forceinline__ void add_weighted_mma(const float (&weights)[n][4], c
       const float* exact = &weights[i / 2][i % 2 * 2];
       rest[i / 4][i % 4] = pack<In>(exact[0] - pair.x, exact[1] - pair.y);
     }
-    add_rounded<Place>(rest, others, sums);
+    Place::add(rest, others, sums, is_first);
   }
-  add_rounded<Place>(rounded, others, sums);
+  Place::add(rounded, others, sums, is_first && !few);
 }
 
 // 1 - |cosine|, of the products of rows. Rounded to multiples of 2^-21, as the sum with kWhole is: half of one is more
@@ -311,25 +340,27 @@ __device__ __forceinline__ void store_row(In* to, const float (&sums)[n][4], int
 }
 
 // weighted_sum_kernel on tensor cores
-template <class In, int columns, class Pairs>
-__global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2)
+template <class Place, class Pairs, class In>
+__global__ void __launch_bounds__(Place::kBlockThreads, 2)
     weighted_sum_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out,
                             float* inverse_length) {
-  using Place = SumPlace<In, columns, Pairs>;
-  constexpr int kOthers = Place::kOthers;
+  if constexpr (!Place::kExists) return;
+  constexpr int kOthers = Place::kAtOnce;
   auto& shared = *shared_memory<MmaShared<Place, false>>();
   const Block block(sizes.heads, mine.count, Place::kRows);
   const Range range = pairs.near(block.first, block.last, others.count);
   const int count = static_cast<int>(others.count), first_row = static_cast<int>(block.first);
-  MmaSums<Place> parts = {};
+  typename Place::Sums parts;
+  Place::clear(parts);
   auto& sums = parts[0];
   float weight_sum[2] = {}, rounded_sum[4] = {};
   const bool few = count <= kFewOthers;
-  for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](int first, int current) {
-    const auto& tile = shared.tiles[current];
+  const auto my_rows = Place::my_rows(shared.mine.rows);
+  for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](const auto& tile, int from, int first) {
     float cosines[kOthers / 8][4], weights[kOthers / 8][4];
-    multiply_mma<Place>(shared.mine.rows, tile.rows, cosines);
-    take_versines<Place>(cosines, shared.mine.factors, tile.factors, weights);
+    Place::multiply(my_rows, tile.rows + from * Place::kStride, cosines);
+    Place::finish(cosines);
+    take_versines<Place>(cosines, shared.mine.factors, tile.factors + from, weights);
     const Place place{block.batch_head, first_row, first};
     pairs.weigh(place, cosines, weights);
     if (Pairs::kPositive && first + kOthers > count) {
@@ -345,13 +376,14 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
       weight_sum[i % 4 / 2] += weights[i / 4][i % 4];
     }
     uint32_t rounded[kOthers / 16][4];
-    add_weighted_mma<Place>(weights, tile.values, few, parts, rounded);
+    add_weighted_mma<Place>(weights, tile.values + from * Place::kStride, few, first == range.begin, parts, rounded);
     if constexpr (Pairs::kPositive) {
       const uint32_t ones = pack<In>(1, 1);
 #pragma unroll
       for (int b = 0; b < kOthers / 16; ++b) multiply_add<In>(rounded_sum, rounded[b], {ones, ones});
     }
   });
+  Place::finish(sums);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int tile_row = Place::row(0, half * 2), row = first_row + tile_row;
@@ -362,12 +394,12 @@ __global__ void __launch_bounds__(SumPlace<In, columns, Pairs>::kBlockThreads, 2
       const float weight = quad_sum(weight_sum[half]), rounded = rounded_sum[half * 2];
       const float ratio = !few && rounded > 0 ? weight / rounded : 1;
 #pragma unroll
-      for (int i = 0; i < columns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= ratio;
+      for (int i = 0; i < Place::kColumns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= ratio;
     }
     if (inverse_length != nullptr) {
       float square = 0;
 #pragma unroll
-      for (int i = 0; i < columns / 4; ++i) {
+      for (int i = 0; i < Place::kColumns / 4; ++i) {
         const float x = sums[i / 2][half * 2 + i % 2] * (1 / kWeightScale<In>);
         square += x * x;
       }
@@ -400,47 +432,48 @@ __device__ __forceinline__ void take_through_unit_row(const Pair& pair, float fa
     sums[i][half * 2 + 1] -= along * unit[i].y;
   }
 }
-// The same of a row in shared memory, given from the thread's first column on.
-template <class In, int n>
-__device__ __forceinline__ void take_through_unit_row(const In* row, float factor, int half, float (&sums)[n][4]) {
-  const auto pair = [&](int i) { return *reinterpret_cast<const uint32_t*>(row + i * 8); };
-  take_through_unit_row<In>(pair, factor, half, sums);
-}
 
 // gradient_kernel on tensor cores; with the gradient of my values too, where there is a place for it
-template <class In, int columns, bool with_values, class Pairs>
-__global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads,
-                                  columns > 64 || with_values ? 0 : Pairs::kBlocks)
+template <class Place, bool with_values, class Pairs, class In>
+__global__ void __launch_bounds__(Place::kBlockThreads, Place::gradient_blocks(with_values, Pairs::kBlocks))
     gradient_mma_kernel(Side<In> mine, Side<In> others, Sizes sizes, Pairs pairs, Rows<In> out, Rows<In> out_values) {
-  using Place = GradientPlace<In, columns>;
-  constexpr int kOthers = Place::kOthers;
+  if constexpr (!Place::kExists) return;
+  constexpr int kOthers = Place::kAtOnce;
   auto& shared = *shared_memory<MmaShared<Place, true>>();
   const Block block(sizes.heads, mine.count, Place::kRows);
   const Range range = pairs.near(block.first, block.last, others.count);
   const int count = static_cast<int>(others.count), first_row = static_cast<int>(block.first);
-  MmaSums<Place> parts = {}, value_parts = {};
+  typename Place::Sums parts, value_parts;
+  Place::clear(parts);
+  Place::clear(value_parts);
   auto& sums = parts[0];
   // the largest power of two, since nothing was added yet
   float scale[2] = {0x1p127f, 0x1p127f};
   const bool few = count <= kFewOthers;
-  for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](int first, int current) {
-    const auto& tile = shared.tiles[current];
+  const auto my_rows = Place::my_rows(shared.mine.rows), my_values = Place::my_rows(shared.mine.values);
+  for_tiles<Pairs>(shared, mine, others, block, sizes, range, [&](const auto& tile, int from, int first) {
+    const In *const rows = tile.rows + from * Place::kStride, *const values = tile.values + from * Place::kStride;
+    const float* const factors = tile.factors + from;
     float cosines[kOthers / 8][4], weights[kOthers / 8][4], products[kOthers / 8][4];
-    multiply_mma<Place>(shared.mine.rows, tile.rows, cosines);
-    take_versines<Place>(cosines, shared.mine.factors, tile.factors, weights);
-    multiply_mma<Place>(shared.mine.values, tile.values, products);
+    Place::multiply(my_rows, rows, cosines);
+    Place::multiply(my_values, values, products);
+    Place::finish(cosines, products);
+    take_versines<Place>(cosines, shared.mine.factors, factors, weights);
     pairs.slopes(Place{block.batch_head, first_row, first}, cosines, weights, products);
 #pragma unroll
-    for (int i = 0; i < kOthers / 2; ++i) products[i / 4][i % 4] *= tile.factors[Place::other(i / 4, i % 4)];
+    for (int i = 0; i < kOthers / 2; ++i) products[i / 4][i % 4] *= factors[Place::other(i / 4, i % 4)];
     if constexpr (std::is_same_v<In, Half>) scale_into_range(products, scale, sums);
     uint32_t rounded[kOthers / 16][4];
-    add_weighted_mma<Place>(products, tile.rows, few, parts, rounded);
+    const bool is_first = first == range.begin;
+    add_weighted_mma<Place>(products, rows, few, is_first, parts, rounded);
     if constexpr (with_values) {
 #pragma unroll
       for (int i = 0; i < kOthers / 2; ++i) weights[i / 4][i % 4] *= kWeightScale<In>;
-      add_weighted_mma<Place>(weights, tile.values, few, value_parts, rounded);
+      add_weighted_mma<Place>(weights, values, few, is_first, value_parts, rounded);
     }
   });
+  Place::finish(sums);
+  if constexpr (with_values) Place::finish(value_parts[0]);
   const float slope_scale = pairs.template slope_scale<float>();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -448,8 +481,9 @@ __global__ void __launch_bounds__(GradientPlace<In, columns>::kBlockThreads,
     const float my_factor = shared.mine.factors[tile_row];
     const float factor = std::is_same_v<In, Half> ? slope_scale / scale[half] : slope_scale;
 #pragma unroll
-    for (int i = 0; i < columns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= factor;
-    take_through_unit_row(shared.mine.rows + tile_row * Place::kStride + Place::other(0, 0), my_factor, half, sums);
+    for (int i = 0; i < Place::kColumns / 4; ++i) sums[i / 2][half * 2 + i % 2] *= factor;
+    take_through_unit_row<In>([&](int piece) { return *Place::pair(shared.mine.rows, tile_row, piece); }, my_factor,
+                              half, sums);
     if (row < mine.count) {
       store_row(out.at(block.batch, block.head, row), sums, half, mine.factors[block.batch_head * mine.count + row],
                 sizes.columns);

@@ -45,8 +45,9 @@ __device__ __forceinline__ uint32_t* swizzled_pair(BFloat16* rows, int row, int 
 }
 
 using WgmmaSums = float[kWgmmaColumns / 8][4];
-// of more columns, whose number the instructions know too
-constexpr int kWideColumns = 96;
+// of fewer and more columns, whose number the instructions know too
+constexpr int kNarrowColumns = 32, kWideColumns = 96;
+using NarrowSums = float[kNarrowColumns / 8][4];
 using WideSums = float[kWideColumns / 8][4];
 
 #if YOSO_HAS_WGMMA
@@ -78,9 +79,9 @@ __device__ __forceinline__ void meet_warpgroup(int group) {
 #define YOSO_SIXTEEN(mode, d, i) \
   YOSO_FOUR(mode, d[i]), YOSO_FOUR(mode, d[i + 1]), YOSO_FOUR(mode, d[i + 2]), YOSO_FOUR(mode, d[i + 3])
 #define YOSO_SUMS(mode, d) YOSO_SIXTEEN(mode, d, 0), YOSO_SIXTEEN(mode, d, 4)
-#define YOSO_SUM_NAMES                                                                                             \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define YOSO_FEW_SUM_NAMES "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define YOSO_SUM_NAMES \
+  YOSO_FEW_SUM_NAMES ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define YOSO_MORE_SUM_NAMES ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define YOSO_MULTIPLY_COLUMNS(columns, names, add)                                              \
   "{\n.reg .pred add;\nsetp.ne.b32 add, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" columns \
@@ -98,6 +99,18 @@ __device__ __forceinline__ void multiply_shared(WgmmaSums& sums, uint64_t a, uin
   else
     asm volatile(YOSO_MULTIPLY("0") "%32, %33, add, 1, 1, %34, %34;\n}\n"
                  : YOSO_SUMS(YOSO_SET, sums)
+                 : "l"(a), "l"(b), "n"(static_cast<int>(by_rows)));
+}
+// The same of 64 x 32.
+template <bool add, bool by_rows>
+__device__ __forceinline__ void multiply_shared(NarrowSums& sums, uint64_t a, uint64_t b) {
+  if constexpr (add)
+    asm volatile(YOSO_MULTIPLY_COLUMNS("32", YOSO_FEW_SUM_NAMES, "1") "%16, %17, add, 1, 1, %18, %18;\n}\n"
+                 : YOSO_SIXTEEN(YOSO_CHANGED, sums, 0)
+                 : "l"(a), "l"(b), "n"(static_cast<int>(by_rows)));
+  else
+    asm volatile(YOSO_MULTIPLY_COLUMNS("32", YOSO_FEW_SUM_NAMES, "0") "%16, %17, add, 1, 1, %18, %18;\n}\n"
+                 : YOSO_SIXTEEN(YOSO_SET, sums, 0)
                  : "l"(a), "l"(b), "n"(static_cast<int>(by_rows)));
 }
 // The same by rows, where every warp has its 16 rows of a as multiply_add takes them.
@@ -119,6 +132,7 @@ __device__ __forceinline__ void add_wide_products(WideSums& sums, const uint32_t
 #undef YOSO_MULTIPLY_COLUMNS
 #undef YOSO_MORE_SUM_NAMES
 #undef YOSO_SUM_NAMES
+#undef YOSO_FEW_SUM_NAMES
 #undef YOSO_SUMS
 #undef YOSO_SIXTEEN
 #undef YOSO_FOUR
