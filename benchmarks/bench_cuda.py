@@ -14,6 +14,7 @@ training: tokens a second and the largest batch of a base-size masked language m
     autocast, forward, loss and backward, beside RoBERTa with scaled_dot_product_attention; as RoBERTa does it, and
     with sparse_prediction, which is what scripts/run_mlm.py trains;
 ways: forward and backward with the latter by pairs and by buckets (docs/cuda.md), about where they cross;
+exact: the exact weights beside samples and softmax, about where these cross;
 kernels: what each kernel of our attention takes, by torch's profiler; some begin before those before them have ended,
     so that their times add up to more than the whole. Left out unless it is named.
 """
@@ -31,7 +32,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from attention_cases import NUM_HASH, SampledKernel, Softmax
-from bench_attention import BOTH, Sampled
+from bench_attention import BOTH, Expectation, Sampled
 from harness import Case, WrongResult, argument_parser, compare, measure, parse_arguments, print_table, write_results
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -61,6 +62,7 @@ AUTHORS_LENGTH = 4096
 AUTHORS_SOURCES = "encoders/backbones/efficient_attentions/yoso/yoso_v1/cuda"
 TRAINING_LENGTH = 4096
 LENGTHS_OF_WAYS = (2048, 4096, 8192)
+LENGTHS_OF_EXACT = (512, 1024, 2048, 4096)
 PROFILED_RUNS = 3
 
 Rows = list[dict[str, Any]]
@@ -91,13 +93,16 @@ class SoftmaxBackend(Softmax):
         return True
 
 
+def fast_softmax(*shape: Any, **sizes: Any) -> list[SoftmaxBackend]:
+    """Those of torch's kernels that may be the fastest."""
+    peers = [SoftmaxBackend(*shape, **sizes, backend=name) for name in FAST_BACKENDS]
+    return [peer for peer in peers if peer.works()] or [SoftmaxBackend(*shape, **sizes, backend=OTHER_BACKEND)]
+
+
 def beside_softmax(args: argparse.Namespace, task: str, length: int, dtype: str) -> tuple[Rows, float]:
     """Rows of our attention and of softmax, and how many times the fastest of these takes as long."""
-    shape = (args.device, task, length)
-    sizes = {"batch": BATCH, "dtype": dtype}
-    peers = [SoftmaxBackend(*shape, **sizes, backend=name) for name in FAST_BACKENDS]
-    peers = [peer for peer in peers if peer.works()] or [SoftmaxBackend(*shape, **sizes, backend=OTHER_BACKEND)]
-    rows = measure([Sampled(*shape, **sizes), *peers], args.repeats, args.seconds)
+    shape, sizes = (args.device, task, length), {"batch": BATCH, "dtype": dtype}
+    rows = measure([Sampled(*shape, **sizes), *fast_softmax(*shape, **sizes)], args.repeats, args.seconds)
     return rows, min(row["times_the_first"] for row in rows[1:])
 
 
@@ -319,6 +324,14 @@ def ways(args: argparse.Namespace) -> Iterator[Part]:
             yield measure(cases, args.repeats, args.seconds), []
 
 
+def exact(args: argparse.Namespace) -> Iterator[Part]:
+    for task in ASKED:
+        for length in LENGTHS_OF_EXACT:
+            shape, sizes = (args.device, task, length), {"batch": BATCH, "dtype": "bfloat16"}
+            cases = [Expectation(*shape, **sizes), Sampled(*shape, **sizes), *fast_softmax(*shape, **sizes)]
+            yield measure(cases, args.repeats, args.seconds), []
+
+
 def kernels(args: argparse.Namespace) -> Iterator[Part]:
     activity = ProfilerActivity.CUDA if args.device == "cuda" else ProfilerActivity.CPU
     for task in ASKED:
@@ -349,7 +362,7 @@ def kernel_name(name: str) -> str:
     return re.sub(r"void |\w+::|\(anonymous namespace\)::", "", name).partition("(")[0]
 
 
-GROUPS = {group.__name__: group for group in (attention, float32, authors, training, ways, kernels)}
+GROUPS = {group.__name__: group for group in (attention, float32, authors, training, ways, exact, kernels)}
 
 
 def main() -> None:

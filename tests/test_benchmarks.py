@@ -529,6 +529,20 @@ def test_both_ways_of_the_backward_are_timed_and_the_setting_is_left_as_it_was(m
     assert os.environ["YOSO_CUDA_BACKWARD"] == "as it was"
 
 
+def test_exact_weights_are_timed_beside_samples_and_softmax(monkeypatch):
+    monkeypatch.setattr(bench_cuda, "LENGTHS_OF_EXACT", (24, 40))
+    monkeypatch.setattr(bench_cuda, "BATCH", 2)
+    # which the CPU has
+    monkeypatch.setattr(bench_cuda, "FAST_BACKENDS", ("MATH",))
+    parts = list(bench_cuda.exact(argparse.Namespace(device="cpu", repeats=1, seconds=0)))
+    assert [(row["task"], row["length"], row["case"]) for rows, _ in parts for row in rows] == [
+        (task, length, case)
+        for task in ("forward", BOTH)
+        for length in (24, 40)
+        for case in ("yoso expectation", "yoso", "softmax (sdpa)")
+    ]
+
+
 def test_the_time_of_a_call_is_told_by_kernels(monkeypatch):
     monkeypatch.setattr(bench_cuda, "BATCH", 2)
     parts = list(bench_cuda.kernels(argparse.Namespace(device="cpu", lengths=[24])))
