@@ -77,6 +77,7 @@ from yoso_hf.training import (
     longest_input,
     override_config,
     parse_arguments,
+    train_and_evaluate,
     write_run,
 )
 
@@ -349,19 +350,7 @@ def run(args: GlueArguments, training_args: TrainingArguments) -> None:
     # Trainer then averages over the batches of a step itself: many models take num_items_in_batch and ignore it
     trainer.model_accepts_loss_kwargs = False
 
-    if finished:
-        trainer.state = finished
-    elif training_args.do_train:
-        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
-        trainer.save_state()
-    if training_args.do_train:
-        trainer.save_model()
-    if training_args.do_eval:
-        scores = trainer.evaluate()
-        trainer.log_metrics("eval", scores)
-        trainer.save_metrics("eval", scores)
+    train_and_evaluate(trainer, checkpoint, finished)
     if training_args.do_predict:
         test_splits = [split for split in splits if split.startswith("test")]
         for split, name in zip(test_splits, task.submission, strict=True):

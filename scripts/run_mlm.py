@@ -83,6 +83,7 @@ from yoso_hf.training import (
     parse_arguments,
     read_tokenizer,
     set_attention,
+    train_and_evaluate,
     write_run,
 )
 
@@ -420,21 +421,7 @@ def run(args: MLMArguments, training_args: TrainingArguments) -> None:
     )
     if training_args.should_save:
         write_run(training_args.output_dir, description)
-    if finished:
-        trainer.state = finished
-    elif training_args.do_train:
-        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-        trained_on = trainer.state.num_input_tokens_seen - trainer._initial_num_input_tokens_seen
-        metrics["train_tokens_per_second"] = trained_on / metrics["train_runtime"]
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
-        trainer.save_state()
-    if training_args.do_train:
-        trainer.save_model()
-    if training_args.do_eval:
-        metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
+    train_and_evaluate(trainer, checkpoint, finished)
     if training_args.push_to_hub:
         trainer.push_to_hub()
     if trainer.is_world_process_zero():

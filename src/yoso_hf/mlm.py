@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     default_data_collator,
 )
+from transformers.trainer_utils import TrainOutput
 
 from .model_card import CardTrainer
 from .modeling_yoso import IGNORED_LABEL, count_labels
@@ -89,7 +90,8 @@ class MaskedLMTrainer(CardTrainer):
     and the process: a resumed run gets the masks of an uninterrupted one, whatever has been prefetched. The
     loss is computed here as well: many models take no notice of `num_items_in_batch`, and Trainer would add
     up their mean losses under gradient accumulation. In evaluations every masked token weighs the same, whatever the
-    batches and the processes.
+    batches and the processes. Where TrainingArguments.include_num_input_tokens_seen counts tokens, `train` reports how
+    many it took a second.
 
     Args:
         masking: the masks.
@@ -119,6 +121,14 @@ class MaskedLMTrainer(CardTrainer):
                     "with torchrun or accelerate launch, or set CUDA_VISIBLE_DEVICES to one GPU"
                 )
             self.model.base_model.register_forward_hook(self._keep_masked)
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        output = super().train(*args, **kwargs)
+        # of this process' time, also where it resumed a run
+        tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
+        if tokens > 0:
+            output.metrics["train_tokens_per_second"] = tokens / output.metrics["train_runtime"]
+        return output
 
     def _keep_masked(self, _module: nn.Module, _inputs: tuple, output: Any) -> Any:
         if self._masked is not None:

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Trainer,
     TrainingArguments,
 )
 from transformers.trainer_callback import TrainerState
@@ -391,6 +392,30 @@ def write_run(output_dir: str | os.PathLike, description: dict[str, Any]) -> Non
         description: what `describe_run` gave.
     """
     write_text(Path(output_dir) / RUN_FILE, json.dumps(description, indent=2, sort_keys=True) + "\n")
+
+
+def train_and_evaluate(trainer: Trainer, checkpoint: str | None, finished: TrainerState | None) -> None:
+    """Train what is left of a run and evaluate, as its arguments ask, and save the model, metrics and state.
+
+    Args:
+        trainer: the trainer; of a finished run, with the weights that it saved.
+        checkpoint: what `find_checkpoint` gave.
+        finished: what `finished_state` gave.
+    """
+
+    def keep(split: str, metrics: dict[str, float]) -> None:
+        trainer.log_metrics(split, metrics)
+        trainer.save_metrics(split, metrics)
+
+    if finished:
+        trainer.state = finished
+    elif trainer.args.do_train:
+        keep("train", trainer.train(resume_from_checkpoint=checkpoint).metrics)
+        trainer.save_state()
+    if trainer.args.do_train:
+        trainer.save_model()
+    if trainer.args.do_eval:
+        keep("eval", trainer.evaluate())
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
