@@ -3,8 +3,8 @@
 Environment:
     YOSO_CUDA        0: leave csrc/cuda out; 1: build it, and fail when nvcc is missing; unset: build it where nvcc is
                      found and torch has CUDA
-    YOSO_CUDA_ARCHS  architectures for nvcc, default "80;86;89;90", of which 90 is compiled as 90a; PTX of the newest
-                     is added for later GPUs
+    YOSO_CUDA_ARCHS  architectures for nvcc, such as "80;90"; default: those of the GPUs here, or 80, 86, 89 and 90
+                     where there is none. 90 is compiled as 90a, and PTX of the newest is added for later GPUs
     CXX, MAX_JOBS    the usual meaning; of C++ and of CUDA, so many files each are compiled at a time
 """
 
@@ -43,6 +43,8 @@ CXX_FLAGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibilit
 CXX_FLAGS += ["-falign-loops=32"]
 # torch adds a standard where there is none, 2.11 that of 2017
 CXX_FLAGS += ["-std=c++20", TORCH_TARGET, *PREFIX_MAPS]
+
+CUDA_ARCHITECTURES = (80, 86, 89, 90)
 
 # what csrc/ needs that older compilers lack
 PROBE = """
@@ -88,6 +90,21 @@ def find_cuda() -> Path | None:
     return None
 
 
+def cuda_architectures() -> list[str]:
+    """What to compile for, from the oldest on; empty where no GPU here is new enough for the kernels."""
+    archs = os.environ.get("YOSO_CUDA_ARCHS", "").replace(".", "").split(";")
+    if archs == [""]:
+        oldest, newest = CUDA_ARCHITECTURES[0], CUDA_ARCHITECTURES[-1]
+        gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        found = {10 * major + minor for major, minor in map(torch.cuda.get_device_capability, gpus)}
+        # what is newer takes the newest's PTX
+        archs = {str(min(arch, newest)) for arch in found if arch >= oldest}
+        if not found or (not archs and os.environ.get("YOSO_CUDA") == "1"):
+            archs = map(str, CUDA_ARCHITECTURES)
+    # as numbers; 90a and 100f are architectures too
+    return sorted(archs, key=lambda arch: (len(arch.rstrip("af")), arch))
+
+
 class BuildExtension(cpp_extension.BuildExtension):
     """Adds nvcc objects to the extension: torch's CUDAExtension refuses to build against a CPU-only torch."""
 
@@ -107,18 +124,22 @@ class BuildExtension(cpp_extension.BuildExtension):
             setattr(self.compiler, linker, [part for part in command if not part.startswith("-Wl,-rpath")])
         sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/cuda/*.cu"))
         cuda = find_cuda() if sources else None
-        if cuda is None:
+        archs = cuda_architectures() if cuda is not None else []
+        if not archs:
+            if cuda is not None:
+                print("yoso_hf: no GPU here is of sm_80 or newer; leaving the CUDA kernels out", file=sys.stderr)
             super().build_extensions()
             return
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         pool = ThreadPoolExecutor(max_workers=jobs)
-        compiled = pool.map(self.cuda_compiler(cuda, math.ceil(jobs / len(sources))), sources)
+        compiled = pool.map(self.cuda_compiler(cuda, archs, math.ceil(jobs / len(sources))), sources)
         link = self.compiler.link_shared_object
         # C++ is compiled meanwhile
         self.compiler.link_shared_object = lambda objects, *args, **options: link(
             [*objects, *compiled], *args, **options
         )
         (extension,) = self.extensions
+        extension.define_macros.append(("YOSO_WITH_CUDA", None))
         extension.library_dirs += [str(cuda / "lib64"), str(cuda / "targets" / "x86_64-linux" / "lib")]
         extension.extra_link_args += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
         try:
@@ -126,11 +147,8 @@ class BuildExtension(cpp_extension.BuildExtension):
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def cuda_compiler(self, cuda: Path, threads: int) -> Callable[[str], str]:
+    def cuda_compiler(self, cuda: Path, archs: list[str], threads: int) -> Callable[[str], str]:
         """A function that compiles a source, for so many architectures at a time, and returns the object's name."""
-        archs = os.environ.get("YOSO_CUDA_ARCHS", "80;86;89;90").replace(".", "").split(";")
-        # as numbers; 90a and 100f are architectures too
-        archs.sort(key=lambda arch: (len(arch.rstrip("af")), arch))
         # csrc/cuda/wgmma.h needs what of sm_90 later ones lack, and device.h takes for granted that it is there
         targets = ["90a" if arch == "90" else arch for arch in archs]
         gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in targets]

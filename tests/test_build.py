@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -330,3 +331,29 @@ def test_the_limits_of_gpu_check_add_up_to_less_than_eight_minutes(monkeypatch):
     # these run at the same time; the benchmarks have the rest, of which docs/cuda.md has the sum
     assert sum(before) + max(limits.values()) == 410
     assert benchmarks == 60
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "expected"),
+    [
+        # none, as where a wheel is built for other machines
+        ([], {}, ["80", "86", "89", "90"]),
+        ([(9, 0), (9, 0)], {}, ["90"]),
+        ([(8, 9), (8, 0), (7, 5)], {}, ["80", "89"]),
+        # newer ones take the PTX
+        ([(12, 0)], {}, ["90"]),
+        ([(7, 5)], {}, []),
+        ([(7, 5)], {"YOSO_CUDA": "1"}, ["80", "86", "89", "90"]),
+        ([(9, 0)], {"YOSO_CUDA_ARCHS": "100;8.6;90"}, ["86", "90", "100"]),
+    ],
+)
+def test_cuda_kernels_are_compiled_for_the_gpus_at_hand(gpus, settings, expected, monkeypatch):
+    for name in ("YOSO_CUDA", "YOSO_CUDA_ARCHS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpus[index])
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    assert runpy.run_path(str(ROOT / "setup.py"))["cuda_architectures"]() == expected

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cuda_emulator import build as emulator
@@ -13,23 +14,88 @@ from test_cuda_kernels import needs_emulator, run_emulated
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
 
 
-@needs_nvcc
-def test_kernels_compile_link_and_load_beside_a_torch_without_cuda(tmp_path):
-    root = copy_sources(tmp_path)
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The sources, with an object of the CUDA kernels for sm_80 and sm_86."""
+    root = copy_sources(tmp_path_factory.mktemp("compiled"))
     shutil.rmtree(root / "csrc" / "cpu")
     if emulator.AVAILABLE:
         # which compiles the others, and links all of them
         for path in root.glob("csrc/cuda/*.cu"):
-            if path.name != "unit_rows.cu":
+            if path.stem not in ("unit_rows", "obstacle"):
                 path.unlink()
-    build(root, YOSO_CUDA="1", YOSO_CUDA_ARCHS="90")
+    build(root, YOSO_CUDA="1", YOSO_CUDA_ARCHS="80;86")
+    return root
+
+
+def load(root: Path, **environment: str) -> tuple[bool, str]:
+    """Whether importing the package registers kernels for CUDA, and what it gives for a reason."""
     code = """
-import torch, yoso_hf
+import torch
+from yoso_hf import _C
 print(torch._C._dispatch_has_kernel_for_dispatch_key("yoso_hf::unit_rows_backward", "CUDA"))
+print(_C.cuda_obstacle)
 """
-    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    environment = {**os.environ, "PYTHONPATH": str(root / "src"), **environment}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert run.stdout == "True\n"
+    registers, obstacle = run.stdout.splitlines()
+    return registers == "True", obstacle
+
+
+@needs_nvcc
+def test_kernels_compile_link_and_load_beside_a_torch_without_cuda(compiled):
+    assert load(compiled) == (True, "")
+
+
+# NVIDIA's management library as of a machine with a GPU or two, of which the environment tells
+MANAGEMENT_LIBRARY = """
+#include <stdlib.h>
+static int number(const char* name) { return getenv(name) == NULL ? 0 : atoi(getenv(name)); }
+int nvmlInit_v2(void) { return number("FAILS"); }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned* count) { *count = number("GPUS"); return 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int* version) { *version = number("DRIVER"); return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** gpu) { *gpu = (void*)(size_t)(index + 1); return 0; }
+int nvmlDeviceGetCudaComputeCapability(void* gpu, int* major, int* minor) {
+  const int capability = number((size_t)gpu == 1 ? "FIRST" : "SECOND");
+  *major = capability / 10;
+  *minor = capability % 10;
+  return 0;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def management_library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("library")
+    command = ["cc", "-x", "c", "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), "-"]
+    subprocess.run(command, input=MANAGEMENT_LIBRARY, text=True, check=True)
+    return folder
+
+
+OTHER_GPUS = "this machine has {}, the kernels were compiled for sm_80, sm_86"
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("machine", "obstacle"),
+    [
+        # later ones of a generation, and PTX for all later
+        ({"GPUS": 1, "FIRST": 89}, ""),
+        ({"GPUS": 1, "FIRST": 120}, ""),
+        ({"GPUS": 2, "FIRST": 75, "SECOND": 90}, ""),
+        ({"GPUS": 1, "FIRST": 75}, OTHER_GPUS.format("sm_75")),
+        ({"GPUS": 2, "FIRST": 75, "SECOND": 70}, OTHER_GPUS.format("sm_75, sm_70")),
+        ({"GPUS": 1, "FIRST": 90, "DRIVER": 11080}, "the driver knows CUDA 11.8, the kernels were compiled by CUDA"),
+        # nothing is known
+        ({"GPUS": 1, "FIRST": 75, "FAILS": 9}, ""),
+    ],
+)
+def test_kernels_are_not_registered_where_no_gpu_can_run_them(machine, obstacle, compiled, management_library):
+    settings = {name: str(number) for name, number in {"DRIVER": 99000, **machine}.items()}
+    registers, found = load(compiled, LD_LIBRARY_PATH=str(management_library), **settings)
+    assert registers == (found == "") == (obstacle == "")
+    assert found.startswith(obstacle)
 
 
 @needs_emulator

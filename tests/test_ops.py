@@ -2,6 +2,7 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -701,6 +702,30 @@ def test_codes_outside_the_table_belong_to_no_bucket(code):
     ):
         pairs = zip(op(*arguments(masked)), op(*arguments(outside)), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize(
+    ("extension", "reason"),
+    [
+        (SimpleNamespace(cuda_obstacle="this machine has sm_75"), "this machine has sm_75"),
+        (SimpleNamespace(cuda_obstacle=""), "none were compiled"),
+        # which the import has told
+        (None, None),
+    ],
+)
+def test_the_reference_path_on_a_gpu_is_told_of_once(extension, reason, monkeypatch, caplog):
+    if extension is None:
+        monkeypatch.delitem(sys.modules, "yoso_hf._C", raising=False)
+    else:
+        monkeypatch.setitem(sys.modules, "yoso_hf._C", extension)
+    ops._tell_of_missing_cuda_kernels.cache_clear()
+    compute = ops._at_full_precision(lambda rows: rows.device)
+    for device in ("cpu", "cuda", "cuda"):
+        compute(SimpleNamespace(device=torch.device(device)))
+        assert len(caplog.messages) == (device == "cuda" and reason is not None)
+    if reason is not None:
+        assert f"no kernels for CUDA ({reason}" in caplog.messages[0]
+    ops._tell_of_missing_cuda_kernels.cache_clear()
 
 
 def test_the_reference_path_runs_without_the_extension():

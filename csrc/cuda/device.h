@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "../checks.h"
+#include "../cuda_obstacle.h"
 
 // The dispatch key of these kernels. tests/cuda_emulator runs them on a CPU, whose tensors have no stream.
 #ifdef YOSO_CUDA_EMULATOR
@@ -25,6 +26,15 @@ constexpr int kWarp = 32;
 constexpr uint32_t kAllLanes = ~0u;
 // beyond this, a kernel must ask for its shared memory
 constexpr size_t kDefaultSharedBytes = size_t{48} << 10;
+
+// Whether to register kernels: else PyTorch's own operations run in their place.
+inline bool may_run_here() {
+#ifdef YOSO_CUDA_EMULATOR
+  return true;
+#else
+  return cuda_obstacle().empty();
+#endif
+}
 
 inline void check_cuda(cudaError_t error, const char* what) {
   STD_TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));

@@ -85,6 +85,7 @@ std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cuda(const Ten
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(yoso_hf, YOSO_CUDA_KEY, m) {
+  if (!may_run_here()) return;
   m.impl("expectation_attention", TORCH_BOX(&expectation_attention_cuda));
   m.impl("expectation_attention_backward", TORCH_BOX(&expectation_attention_backward_cuda));
 }

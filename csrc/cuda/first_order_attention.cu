@@ -620,6 +620,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> first_order_attention
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(yoso_hf, YOSO_CUDA_KEY, m) {
+  if (!may_run_here()) return;
   m.impl("first_order_attention", TORCH_BOX(&first_order_attention_cuda));
   m.impl("first_order_attention_backward", TORCH_BOX(&first_order_attention_backward_cuda));
 }

@@ -482,6 +482,7 @@ Tensor hash_gaussian_cuda(const Tensor& x, const Tensor& parameters, const std::
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(yoso_hf, YOSO_CUDA_KEY, m) {
+  if (!may_run_here()) return;
   m.impl("hash_hadamard", TORCH_BOX(&hash_hadamard_cuda));
   m.impl("hash_gaussian", TORCH_BOX(&hash_gaussian_cuda));
 }

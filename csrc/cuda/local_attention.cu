@@ -113,6 +113,7 @@ std::tuple<Tensor, Tensor, Tensor> local_attention_backward_cuda(const Tensor& g
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(yoso_hf, YOSO_CUDA_KEY, m) {
+  if (!may_run_here()) return;
   m.impl("local_attention", TORCH_BOX(&local_attention_cuda));
   m.impl("local_attention_backward", TORCH_BOX(&local_attention_backward_cuda));
 }

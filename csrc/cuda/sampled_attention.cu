@@ -807,6 +807,7 @@ std::tuple<Tensor, Tensor> sampled_attention_cuda(const Tensor&, const Tensor&, 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(yoso_hf, YOSO_CUDA_KEY, m) {
+  if (!may_run_here()) return;
   m.impl("sampled_attention", TORCH_BOX(&sampled_attention_cuda));
 }
 

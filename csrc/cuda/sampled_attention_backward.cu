@@ -226,6 +226,7 @@ std::tuple<Tensor, Tensor, Tensor> sampled_attention_backward_cuda(const Tensor&
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(yoso_hf, YOSO_CUDA_KEY, m) {
+  if (!may_run_here()) return;
   m.impl("sampled_attention_backward", TORCH_BOX(&sampled_attention_backward_cuda));
 }
 

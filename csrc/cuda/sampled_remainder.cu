@@ -594,6 +594,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cuda(
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(yoso_hf, YOSO_CUDA_KEY, m) {
+  if (!may_run_here()) return;
   m.impl("sampled_remainder", TORCH_BOX(&sampled_remainder_cuda));
   m.impl("sampled_remainder_backward", TORCH_BOX(&sampled_remainder_backward_cuda));
 }

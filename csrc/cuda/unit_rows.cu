@@ -61,6 +61,7 @@ Tensor unit_rows_backward_cuda(const Tensor& input_grad, const Tensor& input_uni
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(yoso_hf, YOSO_CUDA_KEY, m) {
+  if (!may_run_here()) return;
   m.impl("unit_rows_backward", TORCH_BOX(&unit_rows_backward_cuda));
 }
 
