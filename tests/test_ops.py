@@ -705,27 +705,28 @@ def test_codes_outside_the_table_belong_to_no_bucket(code):
 
 
 @pytest.mark.parametrize(
-    ("extension", "reason"),
+    ("extension", "gpu", "message"),
     [
-        (SimpleNamespace(cuda_obstacle="this machine has sm_75"), "this machine has sm_75"),
-        (SimpleNamespace(cuda_obstacle=""), "none were compiled"),
+        (SimpleNamespace(cuda_obstacle="this machine has sm_75"), "cuda", "no kernels for CUDA (this machine"),
+        (SimpleNamespace(cuda_obstacle=""), "cuda", "no kernels for CUDA (none were compiled"),
+        (SimpleNamespace(cuda_obstacle=""), "mps", "no kernels for MPS"),
         # which the import has told
-        (None, None),
+        (None, "cuda", None),
     ],
 )
-def test_the_reference_path_on_a_gpu_is_told_of_once(extension, reason, monkeypatch, caplog):
+def test_the_reference_path_on_a_gpu_is_told_of_once(extension, gpu, message, monkeypatch, caplog):
     if extension is None:
         monkeypatch.delitem(sys.modules, "yoso_hf._C", raising=False)
     else:
         monkeypatch.setitem(sys.modules, "yoso_hf._C", extension)
-    ops._tell_of_missing_cuda_kernels.cache_clear()
+    ops._tell_of_missing_kernels.cache_clear()
     compute = ops._at_full_precision(lambda rows: rows.device)
-    for device in ("cpu", "cuda", "cuda"):
+    for device in ("cpu", gpu, gpu):
         compute(SimpleNamespace(device=torch.device(device)))
-        assert len(caplog.messages) == (device == "cuda" and reason is not None)
-    if reason is not None:
-        assert f"no kernels for CUDA ({reason}" in caplog.messages[0]
-    ops._tell_of_missing_cuda_kernels.cache_clear()
+        assert len(caplog.messages) == (device == gpu and message is not None)
+    if message is not None:
+        assert caplog.messages[0].startswith(message)
+    ops._tell_of_missing_kernels.cache_clear()
 
 
 def test_the_reference_path_runs_without_the_extension():

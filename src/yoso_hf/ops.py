@@ -90,14 +90,16 @@ def _load_extension() -> None:
 
 
 @functools.cache
-def _tell_of_missing_cuda_kernels() -> None:
+def _tell_of_missing_kernels(device: str) -> None:
     """Once, where a GPU is used; where there is no extension, or no use of it, that was told before or asked for."""
     extension = sys.modules.get(f"{PACKAGE}._C")
     if IS_COPY or extension is None:
         return
-    reason = getattr(extension, "cuda_obstacle", "") or "none were compiled, as where nvcc is not found"
-    message = "no kernels for CUDA (%s): the slower reference path runs on the GPU"
-    logging.getLogger(__name__).warning(message, reason)
+    reason = "there are some for CPUs and CUDA"
+    if device == "cuda":
+        reason = getattr(extension, "cuda_obstacle", "") or "none were compiled, as where nvcc is not found"
+    message = "no kernels for %s (%s): the slower reference path runs on it"
+    logging.getLogger(__name__).warning(message, device.upper(), reason)
 
 
 def _empty_heads_last(like: Tensor, rows: int, columns: int) -> Tensor:
@@ -272,8 +274,8 @@ def _at_full_precision(definition: Callable) -> Callable:
     def compute(*arguments):
         # autocast is still on in here, and would have float32 multiplied in 16 bits
         device = arguments[0].device.type
-        if device == "cuda":
-            _tell_of_missing_cuda_kernels()
+        if device not in ("cpu", "meta"):
+            _tell_of_missing_kernels(device)
         if not torch.is_autocast_enabled(device):
             return definition(*arguments)
         with torch.autocast(device, enabled=False):
