@@ -705,16 +705,19 @@ def test_codes_outside_the_table_belong_to_no_bucket(code):
 
 
 @pytest.mark.parametrize(
-    ("extension", "gpu", "message"),
+    ("backends", "extension", "gpu", "message"),
     [
-        (SimpleNamespace(cuda_obstacle="this machine has sm_75"), "cuda", "no kernels for CUDA (this machine"),
-        (SimpleNamespace(cuda_obstacle=""), "cuda", "no kernels for CUDA (none were compiled"),
-        (SimpleNamespace(cuda_obstacle=""), "mps", "no kernels for MPS"),
+        ({"cpu"}, SimpleNamespace(cuda_obstacle="this has sm_75"), "cuda", "no kernels for CUDA (this has sm_75)"),
+        ({"cpu"}, SimpleNamespace(cuda_obstacle=""), "cuda", "no kernels for CUDA (none were compiled"),
+        ({"cpu"}, SimpleNamespace(cuda_obstacle=""), "mps", "no kernels for MPS"),
+        # as of softmax attention, which has none for GPUs by design
+        ({"cpu", "cuda"}, SimpleNamespace(cuda_obstacle=""), "cuda", None),
         # which the import has told
-        (None, "cuda", None),
+        (set(), None, "cuda", None),
     ],
 )
-def test_the_reference_path_on_a_gpu_is_told_of_once(extension, gpu, message, monkeypatch, caplog):
+def test_the_reference_path_on_a_gpu_is_told_of_once(backends, extension, gpu, message, monkeypatch, caplog):
+    monkeypatch.setattr(ops, "compiled_backends", lambda: backends)
     if extension is None:
         monkeypatch.delitem(sys.modules, "yoso_hf._C", raising=False)
     else:

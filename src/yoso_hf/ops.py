@@ -93,7 +93,8 @@ def _load_extension() -> None:
 def _tell_of_missing_kernels(device: str) -> None:
     """Once, where a GPU is used; where there is no extension, or no use of it, that was told before or asked for."""
     extension = sys.modules.get(f"{PACKAGE}._C")
-    if IS_COPY or extension is None:
+    # where others have kernels, softmax attention has none for GPUs, as PyTorch's own is fast there
+    if IS_COPY or extension is None or device in compiled_backends():
         return
     reason = "there are some for CPUs and CUDA"
     if device == "cuda":
