@@ -2,6 +2,7 @@ import argparse
 import copy
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -634,6 +635,28 @@ def test_the_times_without_kernels_are_those_of_the_results(task):
         by_length = measured("attention-cpu-reference.json", task, case, "ms")
         cells = table[f"{name}, {task}"].items()
         assert {length: float(cell.replace(",", "")) for length, cell in cells} == pytest.approx(by_length, abs=0.5)
+
+
+def test_the_readmes_first_table_is_that_of_the_results():
+    head, *rows = page_rows("one attention, times as fast as softmax, at tokens", "README.md")
+    lengths = [int(cell.replace(",", "")) for cell in head[1:]]
+    gpu = defaultdict(dict)
+    for row in json.loads((BENCHMARKS / "results" / "cuda-h200.json").read_text())["rows"]:
+        if row["group"] == "attention":
+            times = gpu[row["task"], row["case"].partition(" ")[0]]
+            times[row["length"]] = min(row["ms"], times.get(row["length"], math.inf))
+    for place, cells in zip(itertools.product(("cpu", "gpu"), ("forward", BOTH)), rows, strict=True):
+        (device, task), (name, *cells) = place, cells
+        assert name.endswith("forward" if task == "forward" else "with backward")
+        own, softmax = (
+            measured("attention-cpu.json", task, case, "ms") if device == "cpu" else gpu[task, case.partition(" ")[0]]
+            for case in ("yoso", "softmax (sdpa)")
+        )
+        for length, cell in zip(lengths, cells, strict=True):
+            if cell == "–":
+                assert length not in softmax
+            else:
+                assert float(cell) == pytest.approx(softmax[length] / own[length], rel=0.03)
 
 
 def test_the_figures_of_a_gpu_are_those_of_the_results():

@@ -73,14 +73,14 @@ def test_help_of_the_quickstart(load_script, monkeypatch, capsys):
     assert "python scripts/quickstart.py" in capsys.readouterr().out
 
 
-def test_the_readme_says_where_auto_crosses_over():
-    readme = (ROOT / "README.md").read_text()
+def test_the_settings_say_where_auto_crosses_over():
+    page = (DOCS / "settings.md").read_text()
     for start, tokens in (
         ("| CPU, float32", attention.EXACT_TOKENS_PER_HASH),
         ("| CPU with AMX, bfloat16", attention.EXACT_TOKENS_PER_HASH_WITH_AMX),
         ("| GPU, bfloat16 and float16", attention.EXACT_TOKENS_PER_HASH_ON_CUDA),
     ):
-        (row,) = (line for line in readme.splitlines() if line.startswith(start))
+        (row,) = (line for line in page.splitlines() if line.startswith(start))
         lengths = [
             f" {tokens['cosine']} ({32 * tokens['cosine']}) ",
             f" {tokens['softmax']} ({64 * tokens['softmax']}) ",
