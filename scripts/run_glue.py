@@ -206,12 +206,13 @@ def texts_of(tables: dict[str, Table]) -> list[str]:
 def hub_data(args: GlueArguments) -> dict[str, Any]:
     """What a model card says of the hub's data."""
     rows = "" if args.max_eval_samples is None else f"[:{args.max_eval_samples}]"
+    splits = [f"validation_{part}{rows}" for part in TASKS[args.task_name].parts] or [f"validation{rows}"]
     evaluated_on = {
         "task_type": "text-classification",
         "dataset_type": "nyu-mll/glue",
         "dataset_name": "GLUE",
         "dataset_config": args.task_name,
-        "dataset_split": f"{'validation_matched' if args.task_name == 'mnli' else 'validation'}{rows}",
+        "dataset_split": " and ".join(splits),
     }
     return {"datasets": ["nyu-mll/glue"], "evaluated_on": evaluated_on}
 

@@ -248,12 +248,13 @@ def load_fast_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
 
 def new_model(args: MLMArguments, config: PreTrainedConfig) -> PreTrainedModel:
     attn_implementation = set_attention(config, args.attn_implementation)
-    return AutoModelForMaskedLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+    model = AutoModelForMaskedLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+    check_attention(model, attn_implementation)
+    return model
 
 
-def check_model(args: MLMArguments, model: PreTrainedModel, vocab_size: int) -> None:
-    """Refuse a model that does not fit the attention, the blocks or the tokenizer."""
-    check_attention(model, args.attn_implementation)
+def check_model(args: MLMArguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Refuse a model that does not fit the blocks or the tokenizer."""
     longest = longest_input(model)
     if longest is not None and args.block_size > longest:
         positions = model.config.max_position_embeddings
@@ -270,8 +271,10 @@ def check_model(args: MLMArguments, model: PreTrainedModel, vocab_size: int) -> 
             f"its max_position_embeddings is {positions}; {remedy}"
         )
     known = model.get_input_embeddings().num_embeddings
-    if vocab_size > known:
-        raise ValueError(f"the tokenizer has {vocab_size} tokens, the model knows {known} (vocab_size)")
+    tokens = args.vocab_size if tokenizer is None else len(tokenizer)
+    if tokens > known:
+        source = "--vocab_size asks for" if tokenizer is None else "the tokenizer has"
+        raise ValueError(f"{source} {tokens} tokens, the model knows {known} (vocab_size)")
 
 
 def read_documents(
@@ -352,7 +355,6 @@ def hub_data(args: MLMArguments) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     args, training_args = parse_arguments([MLMArguments, TrainingArguments], argv)
-    training_args.do_eval |= training_args.eval_on_start
     check_arguments(args, training_args)
     with claimed(training_args):
         run(args, training_args)
@@ -383,7 +385,7 @@ def run(args: MLMArguments, training_args: TrainingArguments) -> None:
             weights,
             config,
             attn_implementation=args.attn_implementation,
-            new_head=training_args.do_train,
+            new_head=training_args.do_train and not finished,
         )
         if args.model_name_or_path:
             # the card's base model, also where the weights are those of a finished run
@@ -392,7 +394,7 @@ def run(args: MLMArguments, training_args: TrainingArguments) -> None:
         # no weights yet: what does not fit is to be refused before the documents are read
         with torch.device("meta"):
             model = new_model(args, config)
-    check_model(args, model, args.vocab_size if tokenizer is None else len(tokenizer))
+    check_model(args, model, tokenizer)
 
     with training_args.main_process_first(desc="reading the documents"):
         documents = read_documents(args, training_args, files)

@@ -789,9 +789,11 @@ def test_authors_files_that_do_not_fit(tmp_path):
     torch.save({"model_state_dict": weights}, path)
     with pytest.raises(ValueError, match="needs the config.json"):
         convert_checkpoint(path, tmp_path / "yoso")
-    sizes = {"embedding_dim": 32, "dim": 32, "num_head": 4, "head_dim": 8, "max_seq_len": POSITIONS}
+    sizes = AUTHORS_CONFIG | {"num_layers": 1}
     for change, message in (
         ({"attn_type": "linformer"}, "'linformer'"),
+        ({"attn_type": "yoso-v1"}, "config.json has no hash_code_len among"),
+        ({"attn_type": "yoso-v2", "num_hash_f": 8}, "config.json has no hashcode_len among"),
         ({"embedding_dim": 16}, "embedding_dim 16"),
         ({"head_dim": 16}, "4 heads of 16"),
         ({"max_seq_len": 7}, "rows of positions"),
@@ -799,6 +801,10 @@ def test_authors_files_that_do_not_fit(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"model": sizes | change}))
         with pytest.raises(ValueError, match=message):
             convert_checkpoint(path, tmp_path / "yoso")
+    del sizes["embedding_dim"], sizes["num_sen_type"]
+    (tmp_path / "config.json").write_text(json.dumps({"model": sizes}))
+    with pytest.raises(ValueError, match="config.json has no embedding_dim, num_sen_type among"):
+        convert_checkpoint(path, tmp_path / "yoso")
     # one of the LRA tasks
     (tmp_path / "config.json").write_text(json.dumps({"listops": {"model": sizes}}))
     with pytest.raises(ValueError, match="no language model of mlpen/YOSO"):

@@ -373,7 +373,7 @@ def test_trained_tokenizer(tmp_path):
 
 
 def test_vocabulary_without_room_for_the_bytes_is_refused():
-    with pytest.raises(ValueError, match="--vocab_size must be at least 261, got 260"):
+    with pytest.raises(ValueError, match="^vocab_size must be at least 261, got 260"):
         train_tokenizer(["text"], 260)
 
 

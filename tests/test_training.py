@@ -1,4 +1,5 @@
 import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -72,14 +73,25 @@ def test_the_command_line_overrides_the_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("seeds: 1", "seeds"), ("- seed", "must hold `argument: value` lines"), (None, "no such file")],
+    [
+        ("seeds: 1", "seeds"),
+        ("- seed", "must hold `argument: value` lines"),
+        ("seed: [1", r"recipe.yaml cannot be read as YAML: while parsing"),
+        ("seed: \xe9", r"recipe.yaml cannot be read as YAML: 'utf-8'"),
+        (None, "no such file"),
+    ],
 )
 def test_a_wrong_file_is_refused(tmp_path, text, message):
     recipe = tmp_path / "recipe.yaml"
     if text:
-        recipe.write_text(text)
+        recipe.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         parse_arguments([TrainingArguments], [str(recipe)])
+
+
+def test_an_evaluation_before_training_is_one(tmp_path):
+    (args,) = parse_arguments([TrainingArguments], [f"--output_dir={tmp_path}", "--do_train", "--eval_on_start"])
+    assert args.do_eval
 
 
 def test_a_name_close_to_a_known_one_is_suggested(tmp_path):
@@ -191,6 +203,15 @@ def test_the_last_complete_checkpoint_is_found(tmp_path):
     elsewhere.learning_rate = 2e-3
     with pytest.raises(ValueError, match="another run: learning_rate is 0.001 there and 0.002 here"):
         find_checkpoint(folder, describe_run(elsewhere, [], model="m"))
+
+
+def test_a_checkpoint_of_another_version_is_not_trained_over(tmp_path):
+    write_run(tmp_path, {})
+    write_state(tmp_path / "checkpoint-10", 10)
+    state = tmp_path / "checkpoint-10" / "trainer_state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"of_another_version": 1}))
+    with pytest.raises(ValueError, match="checkpoint-10 was written by another version of .*of_another_version"):
+        find_checkpoint(tmp_path, {})
 
 
 @pytest.mark.parametrize("missing", ["optimizer.pt", "scheduler.pt"])

@@ -44,6 +44,11 @@ SETTINGS = {
 }
 
 
+def has_settings(config: PretrainedConfig) -> bool:
+    """Whether a configuration holds settings of YOSO attention."""
+    return any(hasattr(config, name) for name in SETTINGS)
+
+
 def read_settings(config: PretrainedConfig, exact: bool = False) -> dict:
     """The settings of a configuration, by the names of SETTINGS.
 
@@ -202,7 +207,7 @@ def key_mask_of(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
 
 def yoso_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """YOSO attention as transformers calls it, with the settings that the module's configuration asks for.
 
     Args:
@@ -227,12 +232,12 @@ def yoso_attention_forward(
 
 def yoso_expectation_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The same with yoso_use_expectation=True: exact, and quadratic, at every length."""
     return _attention(module, query, key, value, attention_mask, True, **kwargs)
 
 
-def _attention(module, query, key, value, attention_mask, exact, **kwargs) -> tuple[Tensor, None]:
+def _attention(module, query, key, value, attention_mask, exact, **kwargs) -> tuple[Tensor, Tensor | None]:
     if is_delegated(module, query, key, **kwargs):
         # a warning would break a compiled model's graph
         if not torch.compiler.is_compiling():
@@ -295,6 +300,7 @@ def _hash_functions(module: nn.Module, query: Tensor, key: Tensor, settings: dic
         # also where nothing is sampled yet: a longer text may be
         check_integer("yoso_hash_seed", seed, 0, MAX_SEED)
     if exact == "auto":
+        # no functions where none are used: a trace by torch.jit has no numbers to make them by
         sizes = (query.shape[2], key.shape[2], settings["num_hash"])
         exact = exact_is_cheaper(*sizes, settings["similarity"], query.device.type, query.dtype)
     if module.training or seed is None or exact:

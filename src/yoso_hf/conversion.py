@@ -32,7 +32,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from .attention_interface import SETTINGS, read_settings
+from .attention_interface import SETTINGS, has_settings, read_settings
 from .configuration_yoso import YosoConfig
 from .mlm import Masking
 from .modeling_yoso import (
@@ -135,6 +135,9 @@ _DROPPED_PREFIXES = {
     "sequence_summary.": "YosoForMultipleChoice has another activation between its layers",
 }
 
+# what the configuration of a checkpoint of mlpen/YOSO has to say, whatever its attention
+_AUTHORS_SIZES = ("vocab_size", "dim", "embedding_dim", "num_layers", "num_head", "head_dim", "hidden_dim")
+_AUTHORS_SIZES += ("max_seq_len", "num_sen_type", "dropout_prob")
 # names in the checkpoints of mlpen/YOSO: those of its code, and those of the models published from it
 _AUTHORS_NAMES = (
     (r"model\.embeddings\.norm\.", r"yoso.embeddings.LayerNorm."),
@@ -511,7 +514,7 @@ def _read_pretrained(source: str) -> _Source:
     task = _check_config(source, config)
     auto_class, target_class = _TASKS[task]
     # trained with attn_implementation="yoso"
-    has_yoso_attention = any(hasattr(config, name) for name in SETTINGS)
+    has_yoso_attention = has_settings(config)
     with _naming_damage(source):
         model, found = auto_class.from_pretrained(
             source,
@@ -661,6 +664,7 @@ def _read_authors(path: Path) -> _Source:
     table = (weights or {}).get("model.embeddings.position_embeddings.weight")
     if not isinstance(config, dict) or table is None or "mlm.mlm_class.weight" not in weights:
         raise ValueError(f"{path} with {config_file} is no language model of mlpen/YOSO")
+    _check_keys(config_file, config, _AUTHORS_SIZES)
     if config["embedding_dim"] != config["dim"] or config["num_head"] * config["head_dim"] != config["dim"]:
         raise ValueError(
             f"{path} has dim {config['dim']}, embedding_dim {config['embedding_dim']} and {config['num_head']} heads "
@@ -669,7 +673,7 @@ def _read_authors(path: Path) -> _Source:
     offset = len(table) - config["max_seq_len"]
     if offset not in (0, POSITION_OFFSET):
         raise ValueError(f"{path} has {len(table)} rows of positions for max_seq_len {config['max_seq_len']}")
-    attention, notes = _authors_attention(path, config)
+    attention, notes = _authors_attention(path, config_file, config)
 
     mapped, dropped = {}, {}
     for name in weights:
@@ -700,12 +704,21 @@ def _read_authors(path: Path) -> _Source:
     return _Source("mlpen/YOSO", YosoForMaskedLM, settings, weights, mapped, dropped, offset, is_softmax, notes=notes)
 
 
-def _authors_attention(path: Path, config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+def _check_keys(config_file: Path, config: dict[str, Any], names: Sequence[str]) -> None:
+    missing = [name for name in names if name not in config]
+    if missing:
+        raise ValueError(f"{config_file} has no {', '.join(missing)} among its model's settings")
+
+
+def _authors_attention(
+    path: Path, config_file: Path, config: dict[str, Any]
+) -> tuple[dict[str, Any] | None, list[str]]:
     """The settings of a YOSO attention, None for softmax, and what differs."""
     kind = config.get("attn_type", "softmax" if config.get("model_type") == "vanila_transformer" else None)
     if kind == "softmax":
         return None, []
     if kind in ("yoso-v1", "yoso-v1-e"):
+        _check_keys(config_file, config, ["hash_code_len"])
         return {
             "hash_code_len": config["hash_code_len"],
             "num_hash": config.get("num_hash", YosoConfig.num_hash),
@@ -714,6 +727,7 @@ def _authors_attention(path: Path, config: dict[str, Any]) -> tuple[dict[str, An
             "lsh_backward": not config.get("n2_backward", False),
         }, []
     if kind == "yoso-v2":
+        _check_keys(config_file, config, ["hashcode_len", "num_hash_f"])
         expectation = config["num_hash_f"] < 0
         notes = ["the original's kernel takes 0.98 times the cosine"] if expectation else []
         return {

@@ -305,6 +305,6 @@ def train_tokenizer(texts: Iterable[str | None], vocab_size: int) -> RobertaToke
     """
     special = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
     if vocab_size < 256 + len(special):
-        raise ValueError(f"--vocab_size must be at least {256 + len(special)}, got {vocab_size}")
+        raise ValueError(f"vocab_size must be at least {256 + len(special)}, got {vocab_size}")
     empty = RobertaTokenizer(vocab={token: index for index, token in enumerate(special)}, merges=[])
     return empty.train_new_from_iterator(_batches(texts), vocab_size)

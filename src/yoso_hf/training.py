@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.trainer_callback import TrainerState
 
-from .attention_interface import IMPLEMENTATIONS, SETTINGS, read_settings
+from .attention_interface import IMPLEMENTATIONS, SETTINGS, has_settings, read_settings
 
 try:
     import fcntl
@@ -115,6 +115,8 @@ def parse_arguments(argument_types: list[type], argv: list[str] | None = None) -
             if not any(item.replace("-", "_").startswith("__output_dir") for item in argv):
                 raise ValueError("--output_dir is missing: where the run is written, and resumed from")
             _check_trainer_arguments(args)
+            # which Trainer would miss the data for
+            args.do_eval |= args.eval_on_start
             if not torch.accelerator.is_available():
                 # which PyTorch would warn of at every run
                 args.dataloader_pin_memory = False
@@ -174,7 +176,10 @@ _Loader.add_implicit_resolver(
 def _yaml_arguments(path: str) -> list[str]:
     if not Path(path).is_file():
         raise ValueError(f"the first argument must be a YAML file or an --argument, got {path!r}: no such file")
-    settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    try:
+        settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must hold `argument: value` lines")
     arguments = []
@@ -334,6 +339,11 @@ def _read_state(checkpoint: Path) -> TrainerState | None:
         return TrainerState.load_from_json(checkpoint / "trainer_state.json")
     except (OSError, ValueError):
         return None
+    except TypeError as error:
+        raise ValueError(
+            f"--output_dir {checkpoint} was written by another version of transformers ({error}): take that one, or "
+            "choose another directory to train again"
+        ) from error
 
 
 def _has_optimizer(checkpoint: Path) -> bool:
@@ -425,11 +435,22 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         path: the file.
         text: its content, written as UTF-8.
     """
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike) -> Iterator[Path]:
+    """A file to write to, which takes another's place once all is written and is gone if that fails.
+
+    Args:
+        path: the file whose place it takes; its directory is created.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         temporary.replace(path)
     finally:
         # of a full disk, it would be what a run's directory holds
@@ -564,7 +585,7 @@ def load_pretrained(
         absent = {name for name in absent if name.startswith(f"{model.base_model_prefix}.") and ".pooler." not in name}
     if absent:
         raise ValueError(
-            f"--model_name_or_path {model_name_or_path} is no checkpoint of {type(model).__name__}: "
+            f"{model_name_or_path} is no checkpoint of {type(model).__name__}: "
             f"{len(absent)} of its {len(model.state_dict())} weights are missing or of another shape, "
             f"such as {min(absent)}"
         )
@@ -583,7 +604,7 @@ def set_attention(config: PreTrainedConfig, attn_implementation: str | None) -> 
     Returns:
         The attention to use; None: the model's own.
     """
-    if attn_implementation is None and any(hasattr(config, name) for name in SETTINGS):
+    if attn_implementation is None and has_settings(config):
         attn_implementation = "yoso"
     if attn_implementation in IMPLEMENTATIONS:
         config.update(read_settings(config, exact=attn_implementation == "yoso_expectation"))
