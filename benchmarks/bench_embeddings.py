@@ -1,7 +1,8 @@
 """How close YOSO comes to the softmax attention that a sentence encoder was trained with, without any training.
 
     python benchmarks/bench_embeddings.py --model_name_or_path sentence-transformers/all-MiniLM-L6-v2 \\
-        --validation_file STS-B/validation.jsonl --train_file STS-B/train.jsonl --document_file documents.jsonl
+        --validation_file STS-B/validation.jsonl --train_file STS-B/train.jsonl --document_file documents.jsonl \\
+        --output embeddings.json
 
 For every setting of the attention: Spearman's correlation of the cosines of embeddings with the scores of sentence
 pairs; the mean cosine of embeddings to those of softmax; the same, and the mean cosine of the last hidden states, on

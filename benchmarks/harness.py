@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor
 
 from yoso_hf import ops
-from yoso_hf.training import write_text
+from yoso_hf.training import whole_file, write_text
 
 if TYPE_CHECKING:
     # which machines that only measure need not have
@@ -33,9 +33,8 @@ MIN_RUNS = 3
 GPU_RUNS = 5
 # seconds, beside which the time that Python takes to ask for a run is nothing
 LONG_GPU_RUN = 0.1
-# the arguments of benchmarks that choose among their cases
-CASE_ARGUMENTS = ("groups", "lengths", "length", "pair_lengths", "limit", "settings", "fit_sentences", "batch")
-CASE_ARGUMENTS += ("document_lengths", "max_documents", "dtype")
+# the arguments that all benchmarks have; others choose among their cases
+COMMON_ARGUMENTS = ("device", "repeats", "seconds", "output")
 
 
 class WrongResult(Exception):
@@ -266,7 +265,8 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
         parser: what `argument_parser` gave, with the benchmark's own arguments.
     """
     args = parser.parse_args()
-    chosen = [name for name in CASE_ARGUMENTS if getattr(args, name, None) != parser.get_default(name)]
+    chosen = [name for name, given in vars(args).items() if given != parser.get_default(name)]
+    chosen = [name for name in chosen if name not in COMMON_ARGUMENTS]
     if chosen and args.output is None:
         parser.error(
             f"--output is needed with --{', --'.join(chosen)}: benchmarks/results holds the figures of all cases"
@@ -333,7 +333,5 @@ def save_picture(figure: "Figure", path: Path) -> None:
         figure: what is to be seen.
         path: the file, which ends in .png.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=120)
-    temporary.replace(path)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")

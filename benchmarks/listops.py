@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import HfArgumentParser, PreTrainedTokenizerFast, set_seed
 
 from yoso_hf import YosoConfig, YosoForSequenceClassification
+from yoso_hf.training import whole_file
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MIN": min,
@@ -106,15 +107,12 @@ def model(attention: str, seed: int) -> YosoForSequenceClassification:
 
 def main(arguments: ListOpsArguments) -> None:
     """Writes the files and the models that ListOpsArguments ask for."""
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
     rows = lists(arguments.seed)
     for part in PARTS:
         size = arguments.train if part == "train" else arguments.held_out
-        path = arguments.output_dir / f"{part}.jsonl"
-        with path.with_suffix(".tmp").open("w") as file:
+        with whole_file(arguments.output_dir / f"{part}.jsonl") as path, path.open("w") as file:
             for _, row in zip(tqdm(range(size), part), rows, strict=False):
                 file.write(json.dumps(row) + "\n")
-        path.with_suffix(".tmp").rename(path)
     for attention in ATTENTION:
         model(attention, arguments.seed).save_pretrained(arguments.output_dir / attention)
         word_tokenizer().save_pretrained(arguments.output_dir / attention)

@@ -137,6 +137,26 @@ def test_figures_of_another_dtype_do_not_replace_those_of_float32(benchmark, mon
     assert "--output is needed with --dtype" in capsys.readouterr().err
 
 
+def test_texts_of_the_users_do_not_replace_the_figures_of_others(monkeypatch, capsys):
+    """Nor does a run without documents."""
+    files = ["--model_name_or_path", "model", "--validation_file", "pairs.jsonl", "--train_file", "pairs.jsonl"]
+    monkeypatch.setattr(sys, "argv", ["bench_some.py", *files])
+    with pytest.raises(SystemExit, match="2"):
+        bench_embeddings.main()
+    assert "--output is needed with --model_name_or_path, --validation_file" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path):
+    class Figure:
+        def savefig(self, path, **_):
+            path.write_text("half")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        harness.save_picture(Figure(), tmp_path / "new" / "a.png")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
 def test_slow_peers_are_left_out_by_the_square_of_the_length():
     case = Softmax("cpu", "forward", 4000)
     rows = [
@@ -560,7 +580,7 @@ def test_the_time_of_a_call_is_told_by_kernels(monkeypatch):
 
 
 def test_a_directory_without_the_authors_sources_is_refused(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["bench_cuda.py", "--authors", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["bench_cuda.py", "--authors", str(tmp_path), "--output", "x"])
     with pytest.raises(SystemExit):
         bench_cuda.main()
     assert "a clone of mlpen/YOSO has encoders/" in capsys.readouterr().err
