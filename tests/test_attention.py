@@ -511,7 +511,11 @@ def test_expectation_at_16384_stays_under_a_gigabyte(path):
             {"key_mask": torch.ones(2, 20, dtype=torch.bool)},
             r"key_mask must have shape \[B, M\] = \[2, 25\], got \[2, 20\]",
         ),
-        ({"key_mask": torch.ones(2, 25)}, "key_mask must be bool, True for a real token, got torch.float32"),
+        (
+            {"key_mask": torch.ones(2, 25)},
+            "key_mask must be a tensor of bool, True for a real token, got torch.float32",
+        ),
+        ({"key_mask": [[True]]}, "key_mask must be a tensor of bool, True for a real token, got list"),
         ({"normalization": "softmax"}, "normalization must be one of .*, got 'softmax'"),
         ({"backward": "linear"}, "backward must be one of .*, got 'linear'"),
         ({"expectation": "always"}, r"expectation must be one of \(True, False, 'auto'\), got 'always'"),

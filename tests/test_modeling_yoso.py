@@ -1075,12 +1075,13 @@ def test_sequence_too_long():
         model(inputs_embeds=torch.zeros(1, 49, 32))
 
 
-def test_both_or_neither_input():
-    model = make_model(YosoModel)
+@pytest.mark.parametrize("model_class", [YosoModel, YosoForMultipleChoice])
+def test_both_or_neither_input(model_class):
+    model = make_model(model_class)
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds must be given, got neither"):
         model()
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds must be given, got both"):
-        model(make_ids(1, 4), inputs_embeds=torch.zeros(1, 4, 32))
+        model(make_ids(1, 1, 4), inputs_embeds=torch.zeros(1, 1, 4, 32))
 
 
 @pytest.mark.parametrize("use_expectation", [False, "auto"])

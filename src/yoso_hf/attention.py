@@ -154,8 +154,8 @@ def yoso_attention(
             real.
         hash_code_len: tau, bits of a code, 1..16, or 1..32 with expectation=True: the higher, the sharper the
             attention. A list of H numbers gives every head its own. With similarity="softmax" it matters to samples
-            only, and is the most bits that their codes have: 13, and from M = 4097 on log2(M) + 1, which leaves one
-            key on average to a bucket; padding counts.
+            only, and is the most bits that their codes have: 13, and from M = 4097 on log2(M) + 1, rounded up, which
+            leaves one key on average to a bucket; padding counts.
         num_hash: m, the number of hash functions, >= 1: the higher, the less noise, at a cost in proportion.
         expectation: True for the expectation itself: O(N M) time, O(N + M) memory, no randomness. "auto": the same
             where exact_is_cheaper says so, else sampled; padding counts there, so an output may depend on how far its
@@ -197,7 +197,7 @@ def yoso_attention(
     _refuse_tangents(query, key, value)
     heads, head_dim = query.shape[1], query.shape[3]
     if hash_functions is not None:
-        _check_hash_functions(hash_functions, query, head_dim)
+        _check_hash_functions(hash_functions, query)
         num_hash = hash_functions.num_hash
         if isinstance(hash_code_len, int):
             hash_code_len = hash_functions.hash_code_len
@@ -257,7 +257,7 @@ def yoso_attention(
                 query, key = query.detach(), key.detach()
             out = out + local_attention(query, key, value, query_codes, key_codes, hash_code_len, local_window)
             if unit:
-                out = _unit_rows(out)
+                out = _scaled_to_unit(out)
         return out
 
     if isinstance(hash_code_len, int):
@@ -408,7 +408,7 @@ def _divide(out: Tensor, total: Tensor) -> Tensor:
     return out / torch.where(total > SMALLEST_TOTAL, total, math.inf)
 
 
-def _unit_rows(out: Tensor) -> Tensor:
+def _scaled_to_unit(out: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(out, dim=-1, keepdim=True, dtype=torch.promote_types(out.dtype, torch.float32))
     return _divide(out, length)
 
@@ -446,8 +446,9 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
     if value.shape[2] != key.shape[2]:
         raise ValueError(f"value must have key's length {key.shape[2]}, got {value.shape[2]}")
     if key_mask is not None:
-        if key_mask.dtype != torch.bool:
-            raise ValueError(f"key_mask must be bool, True for a real token, got {key_mask.dtype}")
+        if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+            given = getattr(key_mask, "dtype", type(key_mask).__name__)
+            raise ValueError(f"key_mask must be a tensor of bool, True for a real token, got {given}")
         if key_mask.shape != (key.shape[0], key.shape[2]):
             raise ValueError(
                 f"key_mask must have shape [B, M] = {[key.shape[0], key.shape[2]]}, got {_shape(key_mask)}"
@@ -510,9 +511,9 @@ def _check_hash_code_len(hash_code_len, heads: int, expectation, functions: Hash
         )
 
 
-def _check_hash_functions(functions: HashFunctions, query: Tensor, head_dim: int) -> None:
+def _check_hash_functions(functions: HashFunctions, query: Tensor) -> None:
     heads = functions.parameters.shape[0]
-    if (heads, functions.head_dim) != (query.shape[1], head_dim):
+    if (heads, functions.head_dim) != (query.shape[1], query.shape[3]):
         raise ValueError(
             f"hash_functions are for {heads} heads of {functions.head_dim}, "
             f"but query has {query.shape[1]} heads of {query.shape[3]}"

@@ -32,7 +32,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import attention_weights, exact_is_cheaper, is_exporting, yoso_attention
+from .attention import attention_weights, is_exporting, yoso_attention
 from .configuration_yoso import YosoConfig
 from .hashing import HashFunctions, check_integer
 from .reference import less_masked, real_rows
@@ -139,14 +139,14 @@ class YosoSelfAttention(nn.Module):
         )
         return functions.parameters
 
-    def hash_functions(self, query: Tensor) -> HashFunctions | None:
-        exact, length = self.expectation, query.shape[2]
-        if exact == "auto":
-            exact = exact_is_cheaper(length, length, self.num_hash, self.similarity, query.device.type, query.dtype)
-        if exact:
+    def hash_functions(self, device: torch.device) -> HashFunctions | None:
+        if self.expectation is True:
             return None
         if self.training or self.hash_parameters is None:
-            return HashFunctions.sample(*self.hash_sizes(), kind=self.hash_kind, device=query.device)
+            if self.hash_kind == "hadamard":
+                # yoso_attention draws the same, where it samples
+                return None
+            return HashFunctions.sample(*self.hash_sizes(), kind=self.hash_kind, device=device)
         _, head_dim, num_hash, longest = self.hash_sizes()
         return HashFunctions(self.hash_parameters, head_dim, num_hash, longest, kind=self.hash_kind)
 
@@ -182,7 +182,7 @@ class YosoSelfAttention(nn.Module):
             key_mask,
             num_hash=self.num_hash,
             expectation=self.expectation,
-            hash_functions=self.hash_functions(query),
+            hash_functions=self.hash_functions(query.device),
             backward=self.backward,
             local_window=self.local_window,
             **kernel,
@@ -510,9 +510,7 @@ class YosoModel(YosoPreTrainedModel):
                 of another shape, type or device or with other floating point numbers, or floating point in an export,
                 output_attentions without use_expectation=True.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            given = "neither" if input_ids is None else "both"
-            raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {given}")
+        check_inputs(input_ids, inputs_embeds)
         shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
         device = input_ids.device if inputs_embeds is None else inputs_embeds.device
         if shape[1] > self.config.max_position_embeddings:
@@ -704,6 +702,7 @@ class YosoForMultipleChoice(YosoPreTrainedModel):
         Returns:
             MultipleChoiceModelOutput with logits of shape [B, choices].
         """
+        check_inputs(input_ids, inputs_embeds)
         num_choices = input_ids.shape[1] if inputs_embeds is None else inputs_embeds.shape[1]
         input_ids, attention_mask, token_type_ids, position_ids = (
             None if tensor is None else tensor.reshape(-1, tensor.shape[-1])
@@ -842,6 +841,13 @@ class YosoForQuestionAnswering(YosoPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
+    """Raises ValueError unless exactly one of them is given."""
+    if (input_ids is None) == (inputs_embeds is None):
+        given = "neither" if input_ids is None else "both"
+        raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {given}")
 
 
 def check_attention_mask(attention_mask: Tensor, shape: torch.Size, device: torch.device) -> None:
