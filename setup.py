@@ -100,7 +100,9 @@ def cuda_architectures() -> list[str]:
         # what is newer takes the newest's PTX
         archs = {str(min(arch, newest)) for arch in found if arch >= oldest}
         if not found or (not archs and os.environ.get("YOSO_CUDA") == "1"):
-            archs = map(str, CUDA_ARCHITECTURES)
+            archs = ["all"]
+    if archs == ["all"]:
+        archs = map(str, CUDA_ARCHITECTURES)
     # as numbers; 90a and 100f are architectures too
     return sorted(archs, key=lambda arch: (len(arch.rstrip("af")), arch))
 
@@ -152,7 +154,9 @@ class BuildExtension(cpp_extension.BuildExtension):
         # csrc/cuda/wgmma.h needs what of sm_90 later ones lack, and device.h takes for granted that it is there
         targets = ["90a" if arch == "90" else arch for arch in archs]
         gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in targets]
-        gencode.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+        # later ones do not run what is of one architecture alone
+        newest = archs[-1].rstrip("af")
+        gencode.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
         includes = [f"-I{path}" for path in cpp_extension.include_paths()]
         flags = ["-std=c++20", "-O3", TORCH_TARGET, f"--threads={threads}", "-Xcompiler"]
         flags.append(",".join(["-fPIC", "-fvisibility=hidden", *PREFIX_MAPS]))

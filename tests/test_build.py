@@ -345,6 +345,7 @@ def test_the_limits_of_gpu_check_add_up_to_less_than_eight_minutes(monkeypatch):
         ([(7, 5)], {}, []),
         ([(7, 5)], {"YOSO_CUDA": "1"}, ["80", "86", "89", "90"]),
         ([(9, 0)], {"YOSO_CUDA_ARCHS": "100;8.6;90"}, ["86", "90", "100"]),
+        ([(9, 0)], {"YOSO_CUDA_ARCHS": "all"}, ["80", "86", "89", "90"]),
     ],
 )
 def test_cuda_kernels_are_compiled_for_the_gpus_at_hand(gpus, settings, expected, monkeypatch):
