@@ -34,7 +34,6 @@ Arguments on the command line override those of the YAML file; transformers' Tra
 command with the same output_dir resumes from the last checkpoint. all_results.json there holds the scores.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,12 +65,14 @@ from yoso_hf.glue import (
 from yoso_hf.glue_metric import GlueMetric
 from yoso_hf.model_card import CardTrainer
 from yoso_hf.training import (
+    check_best_metric,
     claimed,
     describe_run,
     end_processes,
     find_checkpoint,
     finished_state,
     finished_weights,
+    fit_tokenizer,
     load_pretrained,
     load_tokenizer,
     longest_input,
@@ -111,7 +112,7 @@ class GlueArguments:
     label_column: str = field(default="label", metadata={"help": "without task_name: the column of the labels"})
     max_seq_length: int | None = field(
         default=None,
-        metadata={"help": "tokens after which texts are cut; default: what model and tokenizer allow"},
+        metadata={"help": "tokens after which texts are cut; default: what the model takes, else the tokenizer"},
     )
     max_train_samples: int | None = field(default=None, metadata={"help": "use only the first so many rows"})
     max_eval_samples: int | None = field(default=None, metadata={"help": "use only the first so many rows"})
@@ -226,10 +227,10 @@ def first_rows(table: Table, args: GlueArguments, split: str) -> Table:
 
 
 def choose_length(requested: int | None, longest: int | None, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens after which texts are cut."""
+    """Tokens after which texts are cut; a tokenizer's own limit, often that of another model, is a last resort."""
     if requested is None:
-        # a tokenizer without a limit of its own reports a huge one
-        length = min(longest or tokenizer.model_max_length, tokenizer.model_max_length)
+        length = longest or tokenizer.model_max_length
+        # of a tokenizer without a limit
         if length > 10**9:
             raise ValueError("give --max_seq_length: neither the model nor the tokenizer has a longest input")
         return length
@@ -240,14 +241,6 @@ def choose_length(requested: int | None, longest: int | None, tokenizer: PreTrai
             f"at most {longest or 'anything'}; got {requested}"
         )
     return requested
-
-
-def check_best_metric(training_args: TrainingArguments, names: Sequence[str], parts: Sequence[str]) -> None:
-    """Refuse to look for the best model by what is not computed, as Trainer would, but before it trains."""
-    known = [f"{part}_{name}" for part in parts for name in names] or list(names)
-    wanted = training_args.metric_for_best_model
-    if training_args.load_best_model_at_end and wanted.removeprefix("eval_") not in known:
-        raise ValueError(f"--metric_for_best_model must be one of {', '.join(known)}, got {wanted}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -301,6 +294,7 @@ def run(args: GlueArguments, training_args: TrainingArguments) -> None:
     # the card's base model, also where the weights are those of a finished run
     model.config._name_or_path = args.model_name_or_path
     max_seq_length = choose_length(args.max_seq_length, longest_input(model), tokenizer)
+    fit_tokenizer(tokenizer, model)
     with training_args.main_process_first(desc="encoding the data"):
         encoded = {
             split: encode(
@@ -310,14 +304,13 @@ def run(args: GlueArguments, training_args: TrainingArguments) -> None:
                 tokenizer,
                 max_seq_length,
                 may_be_unlabelled=split.startswith("test"),
-                # a model of one text type would look up the second in a table of one row
-                token_type_ids=False if getattr(config, "type_vocab_size", None) == 1 else None,
             )
             for split, table in tables.items()
         }
 
     metric = GlueMetric(task.metric, keep_in_memory=True)
-    check_best_metric(training_args, ["loss", *metric.compute(predictions=[0, 1], references=[0, 1])], task.parts)
+    names = ["loss", *metric.compute(predictions=[0, 1], references=[0, 1])]
+    check_best_metric(training_args, [f"{part}_{name}" for part in task.parts for name in names] or names)
 
     def predictions_of(logits, _labels):
         logits = logits[0] if isinstance(logits, tuple) else logits

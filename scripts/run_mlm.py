@@ -71,12 +71,14 @@ from yoso_hf.data import (
 from yoso_hf.mlm import MaskedLMTrainer, Masking
 from yoso_hf.training import (
     check_attention,
+    check_best_metric,
     claimed,
     describe_run,
     end_processes,
     find_checkpoint,
     finished_state,
     finished_weights,
+    fit_tokenizer,
     load_pretrained,
     longest_input,
     override_config,
@@ -164,6 +166,9 @@ def check_arguments(args: MLMArguments, training_args: TrainingArguments) -> Non
 
     if not (training_args.do_train or training_args.do_eval):
         raise ValueError("nothing to do: give --do_train or --do_eval")
+    if training_args.do_predict:
+        raise ValueError("--do_predict is not for masked language models: give --do_eval")
+    check_best_metric(training_args, ["loss", "perplexity"])
     exactly_one("model_name_or_path", "config_file", "model_type")
     if training_args.do_train or is_split(args, training_args):
         exactly_one("dataset_name", "train_file")
@@ -404,6 +409,7 @@ def run(args: MLMArguments, training_args: TrainingArguments) -> None:
             tokenizer = train_tokenizer(iterate_texts(training, source), args.vocab_size)
         (tokenizer,) = broadcast_object_list([tokenizer])
     tokenizer.model_max_length = args.block_size
+    fit_tokenizer(tokenizer, model)
     with training_args.main_process_first(desc="packing the documents"):
         blocks = make_blocks(args, documents, tokenizer, training_args.seed)
     if not weights:

@@ -201,6 +201,14 @@ def test_evaluation_of_a_model_that_diverged(masking, tmp_path):
     assert metrics["eval_perplexity"] == math.inf
 
 
+def test_an_evaluation_without_masks_has_no_loss(masking, tmp_path):
+    """None at all would look like a perfect one."""
+    metrics = new_trainer(
+        new_model("roberta"), Masking(masking.collator.tokenizer, 1e-9), tmp_path, evaluation=blocks(2)
+    ).evaluate()
+    assert math.isnan(metrics["eval_loss"]) and math.isnan(metrics["eval_perplexity"])
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_sparse_loss_and_gradients_equal_dense_ones(name, masking, tmp_path):
     model = new_model(name)

@@ -9,6 +9,7 @@ from pathlib import Path
 import accelerate
 import datasets
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -613,6 +614,22 @@ def test_numbers_as_text_are_classes_with_a_warning(tmp_path, caplog, ending, la
     assert (warning in caplog.text) == warned
 
 
+@pytest.mark.parametrize(("labels", "warned"), [((0.0, 1.0, 2.0), True), ((0.0, 0.5), False)])
+def test_a_regression_on_whole_numbers_is_warned_of(tmp_path, caplog, labels, warned):
+    """As classes with a missing label become in pandas."""
+    rows = [{"text": "good", "label": label} for label in labels]
+    assert infer_task(read_file("train_file", write_rows(tmp_path / "a.jsonl", rows)), [], "label").labels is None
+    assert ("column 'label' holds floats, which make a regression, though all are whole" in caplog.text) == warned
+
+
+def test_the_index_of_a_frame_is_no_text(tmp_path):
+    frame = pd.DataFrame({"text": ["good", "bad"], "label": [1, 0]}, index=["first", "second"])
+    frame.to_parquet(tmp_path / "a.parquet")
+    table = read_file("train_file", str(tmp_path / "a.parquet"))
+    assert "__index_level_0__" in table.rows.column_names
+    assert infer_task(table, [], "label").columns == ("text",)
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_texts_of_a_csv_file_may_all_be_numbers(run_glue, checkpoints, tmp_path, named):
     """Where the column is named, or holds other text in the training data."""
@@ -716,6 +733,15 @@ def test_a_run_with_steps_left_is_not_evaluated_by_the_model_before_it(run_glue,
     assert results(tmp_path / "run")["eval_loss"] > 0
 
 
+def test_labels_of_several_cells_or_lines_are_quoted(tmp_path):
+    labels = ("a\tb", 'c\n"d"', "e")
+    task = GlueTask("sst2", ("text",), labels, ("predictions",), names_in_submission=True)
+    write_predictions(tmp_path / "a.tsv", np.array([1, 2, 0]), task, dict(enumerate(labels)))
+    rows = list(csv.reader((tmp_path / "a.tsv").open(newline=""), "excel-tab"))
+    assert rows == [["index", "prediction"], ["0", labels[1]], ["1", "e"], ["2", labels[0]]]
+    assert (tmp_path / "a.tsv").read_bytes().endswith(b'\n1\te\n2\t"a\tb"\n')
+
+
 def test_similarity_scores_are_clipped(tmp_path):
     write_predictions(tmp_path / "STS-B.tsv", np.array([-0.4, 2.34567, 5.1]), TASKS["stsb"], {0: "score"})
     assert (tmp_path / "STS-B.tsv").read_text() == "index\tprediction\n0\t0.000\n1\t2.346\n2\t5.000\n"
@@ -759,7 +785,7 @@ def test_a_finished_run_keeps_its_best_model(run_glue, checkpoints, tmp_path):
         run_glue.main(command(load_best_model_at_end=False))
     with open(train, "a") as file:
         file.write("\n")
-    with pytest.raises(ValueError, match="holds another run: content of .*jsonl is '"):
+    with pytest.raises(ValueError, match="holds another run: content of .*train.jsonl has changed"):
         run_glue.main(command())
 
 
@@ -890,11 +916,11 @@ def test_attention_and_configuration_are_those_asked_for(run_glue, checkpoints, 
 
 @pytest.mark.parametrize(
     ("architecture", "requested", "expected"),
-    # the tokenizer allows 40; RoBERTa's table of 33 rows has 32 positions for a padding id of 0
-    [("bert", None, 40), ("bert", 48, 48), ("bert", 6, 6), ("roberta", None, 32), ("yoso", None, 40)],
+    # whatever the tokenizer says, which is 40; RoBERTa's table of 33 rows has 32 positions for a padding id of 0
+    [("bert", None, 48), ("bert", 48, 48), ("bert", 6, 6), ("roberta", None, 32), ("yoso", None, 48)],
 )
 def test_texts_are_cut_to_the_longest_input(
-    run_glue, checkpoints, tmp_path, monkeypatch, architecture, requested, expected
+    run_glue, checkpoints, tmp_path, monkeypatch, caplog, architecture, requested, expected
 ):
     longest = []
 
@@ -920,6 +946,29 @@ def test_texts_are_cut_to_the_longest_input(
     )
     # a batch is as long as its own text
     assert sorted(longest) == [3, expected]
+    assert f"train.jsonl: 1 of 2 rows have {expected} tokens or more, and are cut there" in caplog.text
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    assert tokenizer.model_max_length == (32 if architecture == "roberta" else 48)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "yoso"])
+def test_the_saved_tokenizer_gives_what_the_model_takes(run_glue, checkpoints, tmp_path, architecture):
+    """A second text is marked for a model of two types only."""
+    run_glue.main(
+        arguments(
+            model_name_or_path=checkpoints / architecture,
+            task_name="mrpc",
+            train_file=write_rows(tmp_path / "train.jsonl", task_rows("mrpc", 8)),
+            do_train=True,
+            max_steps=1,
+            output_dir=tmp_path / "run",
+        )
+    )
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "run")("the film", "was good", return_tensors="pt")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run").eval()
+    assert ("token_type_ids" in inputs) == (architecture == "bert")
+    with torch.no_grad():
+        assert model(**inputs).logits.isfinite().all()
 
 
 def test_the_recipe_is_read_and_overridden(run_glue):
@@ -957,7 +1006,7 @@ BAD_INPUT = {
     ),
     "no text": (
         {"task_name": None, "train_file": [{"x": 1, "label": 1}]},
-        "no column of text beside the label; it has x, label",
+        "no column of text beside the label; its columns are x .int64., label .int64.",
     ),
     "too many texts": (
         {"task_name": None, "train_file": [SST2 | {"file": "pos/1.txt", "date": "may"}, SST2 | {"label": 0}]},
@@ -970,7 +1019,7 @@ BAD_INPUT = {
     ),
     "unknown label in validation": (
         {"validation_file": [SST2, SST2 | {"label": 2}]},
-        "--validation_file .*: column 'label' holds 2; allowed are 0 to 1 or negative, positive",
+        "--validation_file .*: column 'label' holds 2; allowed are 0 to 1 or 'negative', 'positive'",
     ),
     "-1 in validation": (
         {"validation_file": [SST2 | {"label": -1}]},
@@ -986,7 +1035,7 @@ BAD_INPUT = {
             "train_file": [SST2 | {"label": label} for label in "ab"],
             "validation_file": [SST2 | {"label": "c"}],
         },
-        "--validation_file .*: column 'label' holds 'c'; allowed are a, b",
+        "--validation_file .*: column 'label' holds 'c'; allowed are 'a', 'b'",
     ),
     "own label empty": (
         {
@@ -994,13 +1043,21 @@ BAD_INPUT = {
             "train_file": [SST2 | {"label": label} for label in ("a", "b", "")],
             "validation_file": [SST2 | {"label": "a"}],
         },
-        "--train_file .*: column 'label' holds ''; allowed are a, b",
+        "--train_file .*: column 'label' holds ''; allowed are 'a', 'b'",
     ),
     "range": ({"learning_rate": -1}, "--learning_rate must be a number of at least 0, got -1"),
     "one class": ({"task_name": None}, "column 'label' must hold two labels or more"),
     "score out of range": (
         {"task_name": "stsb", "train_file": [{"sentence1": "a", "sentence2": "b", "label": 5.5}]},
         "column 'label' holds 5.5; allowed are numbers from 0 to 5",
+    ),
+    "other name of the labels": (
+        {"task_name": None, "train_file": [{"text": "a", "labels": 0}, {"text": "b", "labels": 1}]},
+        "has no column 'label'; its columns are text, labels: --label_column names another",
+    ),
+    "texts in words": (
+        {"task_name": None, "train_file": [{"text": ["a", "b"], "label": 0}, {"text": ["c"], "label": 1}]},
+        r"no column of text beside the label; its columns are text \(List\), label \(int64\)$",
     ),
     "length": ({"max_seq_length": 49}, "--max_seq_length .* at most 48; got 49"),
     "no length": ({"max_seq_length": 2}, "--max_seq_length must be at least .*; got 2"),
@@ -1062,6 +1119,10 @@ BAD_INPUT = {
     "override's value": (
         {"architecture": "yoso", "config_overrides": "num_hash=0"},
         "--config_overrides num_hash=0: .*\n.*num_hash must be at least 1",
+    ),
+    "override of a weight's size": (
+        {"architecture": "yoso", "config_overrides": "max_position_embeddings=64"},
+        r"yoso with this configuration is no .*position_embeddings.weight, \[50, 32\] there, \[66, 32\] here",
     ),
     "untrained head": ({"do_train": False}, "is no checkpoint of BertForSequenceClassification"),
     "own resume": ({"resume_from_checkpoint": "x"}, "--resume_from_checkpoint is not used"),
@@ -1142,7 +1203,9 @@ def test_a_checkpoint_of_another_architecture_is_refused(run_glue, checkpoints, 
     shutil.copytree(checkpoints / "yoso", tmp_path / "mixed")
     BertModel(BertConfig(**SIZES, vocab_size=18)).save_pretrained(tmp_path / "other")
     shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path / "mixed")
-    with pytest.raises(ValueError, match=r"mixed is no checkpoint of YosoForSequence.*such as yoso\."):
+    with pytest.raises(
+        ValueError, match=r"mixed with this configuration is no checkpoint of YosoForSequence.*such as yoso\."
+    ):
         run_glue.main(
             arguments(
                 model_name_or_path=tmp_path / "mixed",

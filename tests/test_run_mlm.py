@@ -515,6 +515,16 @@ REFUSED = {
     "split": ({"validation_split": "test"}, "--validation_split is a split of --dataset_name"),
     "percentage": ({"validation_percentage": 60}, "--validation_percentage must be above 0 and at most 50, got 60"),
     "probability": ({"mlm_probability": 1.0}, "--mlm_probability must be above 0 and below 1, got 1.0"),
+    "prediction": ({"do_predict": True}, "--do_predict is not for masked language models"),
+    "best metric": (
+        {
+            "load_best_model_at_end": True,
+            "save_strategy": "best",
+            "eval_strategy": "steps",
+            "metric_for_best_model": "f1",
+        },
+        "--metric_for_best_model must be one of loss, perplexity, got f1",
+    ),
     "vocabulary": (PLAIN | {"config_overrides": overrides(YOSO | {"vocab_size": 499})}, "tokenizer has 500 .* 499"),
     "little vocabulary": ({"vocab_size": 100}, "vocab_size must be at least 261, got 100"),
     "no tokenizer": ({"train_tokenizer": None}, "give --tokenizer_name or --train_tokenizer"),
@@ -594,7 +604,7 @@ def test_directory_of_another_run_is_refused(run_mlm, finished, corpus, tmp_path
     with open(corpus, "a") as file:
         file.write("\n")
     try:
-        with pytest.raises(ValueError, match="holds another run: content of .*jsonl is '"):
+        with pytest.raises(ValueError, match="holds another run: content of .*jsonl has changed"):
             run_mlm.main(arguments(finished, train_file=corpus, eval_on_start=True))
     finally:
         corpus.write_text(corpus.read_text()[:-1])

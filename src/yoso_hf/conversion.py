@@ -510,6 +510,8 @@ def _set_longest_sentence(folder: Path, length: int) -> None:
 
 def _read_pretrained(source: str) -> _Source:
     """A checkpoint of transformers."""
+    if not os.path.exists(source) and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
+        raise ValueError(f"there is no file or directory {source}, which is no name of the hub either")
     config = AutoConfig.from_pretrained(source)
     task = _check_config(source, config)
     auto_class, target_class = _TASKS[task]

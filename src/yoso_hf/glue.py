@@ -1,6 +1,8 @@
 """The nine GLUE tasks: their columns, labels and submission files, read from the hub or from local files."""
 
+import csv
 import glob
+import io
 import math
 import re
 from collections.abc import Collection, Sequence
@@ -212,12 +214,19 @@ def infer_task(
             than two classes.
     """
     features = table.rows.features
-    texts = [name for name, feature in features.items() if name != label_column and is_text(feature)]
+    # what pandas makes of a frame's index is no text of a row
+    texts = [
+        name
+        for name, feature in features.items()
+        if name != label_column and is_text(feature) and not name.startswith("__index_level_")
+    ]
     columns = tuple(text_columns or texts)
     if not columns:
+        kinds = [f"{name} ({getattr(kind, 'dtype', type(kind).__name__)})" for name, kind in features.items()]
+        is_csv = table.source.lower().endswith(".csv")
+        hint = "; --sentence1_column takes one whose texts all are numbers" if is_csv else ""
         raise ValueError(
-            f"{table.source} has no column of text beside the label; it has {', '.join(features)}: "
-            "of a .csv file --sentence1_column takes one whose texts all are numbers"
+            f"{table.source} has no column of text beside the label; its columns are {', '.join(kinds)}{hint}"
         )
     if len(columns) > 2:
         raise ValueError(
@@ -234,9 +243,19 @@ def infer_task(
         is_regression = config.num_labels == 1
         labels = tuple(config.id2label[index] for index in range(config.num_labels))
     else:
+        if label_column not in features:
+            raise ValueError(
+                f"{table.source} has no column {label_column!r}; its columns are {', '.join(features)}: "
+                "--label_column names another"
+            )
         _check_label_column(table, label_column)
         is_regression = str(features[label_column].dtype).startswith("float")
         present = [label for label in table.rows.unique(label_column) if label not in _NO_LABEL]
+        if is_regression and all(label.is_integer() for label in present):
+            logger.warning(
+                f"{table.source}: column {label_column!r} holds floats, which make a regression, though all are whole "
+                "numbers; classes are texts or integers"
+            )
         labels = tuple(map(str, sorted(present)))
         numbers = [label for label in labels if "." in label and re.search(_NUMBERS["float64"], label)]
         if not is_regression and 2 * len(numbers) > len(labels):
@@ -290,7 +309,6 @@ def encode(
     max_seq_length: int,
     *,
     may_be_unlabelled: bool = False,
-    token_type_ids: bool | None = None,
 ) -> datasets.Dataset:
     """Tokens and labels, as Trainer takes them.
 
@@ -299,9 +317,8 @@ def encode(
         task: their task.
         label2id: the model's label ids.
         tokenizer: the model's tokenizer.
-        max_seq_length: tokens after which a text, or the longer one of a pair, is cut.
+        max_seq_length: tokens after which a text, or the longer one of a pair, is cut, with a warning.
         may_be_unlabelled: allow a missing label column, and one that is empty or, as in GLUE's tests, -1.
-        token_type_ids: whether to mark the texts of a pair; None: as the tokenizer does.
 
     Returns:
         The encoded rows, with a column `labels` unless they are unlabelled.
@@ -322,12 +339,18 @@ def encode(
             *(batch[column] for column in task.columns),
             truncation=True,
             max_length=max_seq_length,
-            return_token_type_ids=token_type_ids,
         )
 
     encoded = table.rows.map(
         tokenize, batched=True, remove_columns=table.rows.column_names, desc=f"Tokenizing {table.source}"
     )
+    lengths = pc.list_value_length(encoded.data.column("input_ids"))
+    long = pc.sum(pc.greater_equal(lengths, max_seq_length)).as_py() or 0
+    if long:
+        logger.warning(
+            f"{table.source}: {long} of {len(encoded)} rows have {max_seq_length} tokens or more, and are cut there "
+            "(--max_seq_length)"
+        )
     return encoded if labels is None else encoded.add_column("labels", labels)
 
 
@@ -368,7 +391,7 @@ def _encode_labels(
         allowed = "numbers" if math.isinf(low) else f"numbers from {low:g} to {high:g}"
     else:
         ids = {label: label2id[label] for label in task.labels}
-        allowed = ", ".join(task.labels)
+        allowed = ", ".join(map(repr, task.labels))
         if task in TASKS.values():
             ids |= {str(index): label2id[label] for index, label in enumerate(task.labels)}
             allowed = f"0 to {len(task.labels) - 1} or {allowed}"
@@ -397,5 +420,7 @@ def write_predictions(path: str | Path, predictions: np.ndarray, task: GlueTask,
         values = [id2label[int(index)] for index in predictions]
         if not task.names_in_submission:
             values = [str(task.labels.index(label)) for label in values]
-    lines = [f"{index}\t{value}" for index, value in enumerate(values)]
-    write_text(path, "\n".join(["index\tprediction", *lines]) + "\n")
+    table = io.StringIO()
+    # a label with a tab or the end of a line is quoted
+    csv.writer(table, "excel-tab", lineterminator="\n").writerows([("index", "prediction"), *enumerate(values)])
+    write_text(path, table.getvalue())

@@ -1,5 +1,6 @@
 """Masked language modelling with Trainer: repeatable masks, logits for the masked positions only."""
 
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -77,9 +78,10 @@ def mean_loss(outcome: EvalPrediction) -> dict[str, float]:
         outcome: predictions, the sum of each block's losses; label_ids, its number of masked tokens.
 
     Returns:
-        "loss", 0 where nothing is masked, and "perplexity", infinite where float64 cannot hold it.
+        "loss", not a number where nothing is masked, and "perplexity", infinite where float64 cannot hold it.
     """
-    loss = outcome.predictions.sum(dtype=np.float64) / max(outcome.label_ids.sum(), 1)
+    masked = outcome.label_ids.sum()
+    loss = outcome.predictions.sum(dtype=np.float64) / masked if masked > 0 else math.nan
     return {"loss": float(loss), "perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()}
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,22 @@ def _check_trainer_arguments(args: TrainingArguments) -> None:
     if args.resume_from_checkpoint:
         raise ValueError(
             "--resume_from_checkpoint is not used: the same command resumes in its --output_dir by itself"
+        )
+
+
+def check_best_metric(args: TrainingArguments, names: Sequence[str]) -> None:
+    """Refuse to look for the best model by what is not computed, as Trainer would, but before it trains.
+
+    Args:
+        args: Trainer's arguments.
+        names: what an evaluation computes, without the prefix eval_.
+
+    Raises:
+        ValueError: --metric_for_best_model is something else.
+    """
+    if args.load_best_model_at_end and args.metric_for_best_model.removeprefix("eval_") not in names:
+        raise ValueError(
+            f"--metric_for_best_model must be one of {', '.join(names)}, got {args.metric_for_best_model}"
         )
 
 
@@ -302,10 +318,11 @@ def find_checkpoint(output_dir: str | os.PathLike, description: dict[str, Any]) 
         # Trainer adds to it
         _read_json(results, "delete it, and repeat the command to have it written again")
     # what was typed before what was read
+    names = sorted(description.keys() | other.keys(), key=lambda name: (name.startswith(_CONTENT), name))
     differences = [
-        f"{name} is {other.get(name)!r} there and {description.get(name)!r} here"
-        for name in sorted(description.keys() | other.keys(), key=lambda name: (name.startswith(_CONTENT), name))
-        if description.get(name) != other.get(name)
+        _difference(name, other.get(name), description.get(name))
+        for name in names
+        if other.get(name) != description.get(name)
     ]
     # a run that has saved nothing, such as one with a wrong argument, has nothing to lose
     if differences and (steps or results.exists() or any(folder.glob("*.safetensors"))):
@@ -325,6 +342,15 @@ def find_checkpoint(output_dir: str | os.PathLike, description: dict[str, Any]) 
             )
         return str(checkpoint)
     return None
+
+
+def _difference(name: str, there: Any, here: Any) -> str:
+    if not name.startswith(_CONTENT):
+        return f"{name} is {there!r} there and {here!r} here"
+    # digests are no help
+    if there is not None and here is not None:
+        return f"{name} has changed"
+    return f"{name} counts {'there' if here is None else 'here'} alone"
 
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -584,12 +610,31 @@ def load_pretrained(
     if new_head:
         absent = {name for name in absent if name.startswith(f"{model.base_model_prefix}.") and ".pooler." not in name}
     if absent:
+        example = min(absent)
+        shapes = {name: f", {list(there)} there, {list(here)} here" for name, there, here in report["mismatched_keys"]}
         raise ValueError(
-            f"{model_name_or_path} is no checkpoint of {type(model).__name__}: "
+            f"{model_name_or_path} with this configuration is no checkpoint of {type(model).__name__}: "
             f"{len(absent)} of its {len(model.state_dict())} weights are missing or of another shape, "
-            f"such as {min(absent)}"
+            f"such as {example}{shapes.get(example, '')}"
         )
     return model
+
+
+def fit_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    """Have a tokenizer that is saved beside a model give what the model takes.
+
+    Args:
+        tokenizer: changed in place: its longest text is that of the model, where that has one, and it marks no second
+            text for a model that knows one type of texts.
+        model: the model.
+    """
+    longest = longest_input(model)
+    if longest is not None:
+        tokenizer.model_max_length = longest
+    names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
+    if getattr(model.config, "type_vocab_size", None) == 1 and names != tokenizer.model_input_names:
+        # from_pretrained reads those that it is made with
+        tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names
 
 
 def set_attention(config: PreTrainedConfig, attn_implementation: str | None) -> str | None:
