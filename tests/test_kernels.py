@@ -148,7 +148,7 @@ def assert_as_accurate_as_pytorch(outputs, dtype):
 # B, H, N, M, D, Dv, num_hash, hash_code_len: usual head sizes and odd ones, values of another size, more hash
 # functions than a transform has rows, a table that is larger than the rows, more pairs of small buckets than are
 # listed at a time, tables that do not fit the memory for them, heads enough for blocks of a small GPU to have all
-# columns of their queries
+# columns of their queries, rows that take three quarters of the lanes that they have
 SPREAD = [
     (2, 3, 65, 97, 32, 32, 3, 8),
     (1, 2, 131, 77, 64, 65, 8, 9),
@@ -158,6 +158,7 @@ SPREAD = [
     (1, 2, 700, 600, 32, 48, 3, 9),
     (1, 1, 17, 19, 8, 200, 3, 16),
     (1, 4, 333, 90, 64, 40, 5, 6),
+    (1, 2, 65, 97, 72, 96, 3, 6),
 ]
 # enough rows that kernels leave the order of multiplication that suits small buckets, tables far larger than rows,
 # rows that a warp goes over twice, few keys, a tile of few, and so many rows that no pairs are multiplied

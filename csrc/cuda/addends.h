@@ -121,7 +121,9 @@ __global__ void __launch_bounds__(kRowThreads, 3)
   const T inverse = lists.inverse_length[first_row + row];
   In part[kLaneColumns];
   T sum[kLaneColumns], product = 0;
-  for (int32_t first = place.column; first < stored_columns; first += kLaneColumns << lane_bits) {
+  // lanes past the last column stay: those of a warp order theirs together
+  for (int32_t slice = 0; slice < stored_columns; slice += kLaneColumns << lane_bits) {
+    const int32_t first = slice + place.column;
     const int columns = columns_of_lane(lists.columns, first), stored = columns_of_lane(stored_columns, first);
     memset(sum, 0, sizeof(sum));
     const Addend<In>* from = addends + first;
