@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(WarpgroupPlan::kThreads, WarpgroupPlan::kBlock
   Chunks chunks;
   // the chunk at hand, and those behind it; none are the first
   Chunk chunk = {}, second = {}, third = {};
-  WgmmaSums product;
+  WgmmaSums product = {};
   const uint64_t high = descriptor_of(memory.high), low = descriptor_of(memory.low);
   // of the chunk among those in shared memory
   int place = 0;
@@ -243,10 +243,11 @@ __global__ void __launch_bounds__(WarpgroupPlan::kThreads, WarpgroupPlan::kBlock
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) load_matrices<false>(a[k], from ^ k * 2 * kPieceBytes);
       begin_products();
+      multiply_held<false>(sums, a[0], high);
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) add_products(sums, a[k], high + k * kNextRows, k > 0);
+      for (int k = 1; k < kSteps; ++k) multiply_held<true>(sums, a[k], high + k * kNextRows);
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) add_products(sums, a[k], low + k * kNextRows, true);
+      for (int k = 0; k < kSteps; ++k) multiply_held<true>(sums, a[k], low + k * kNextRows);
       commit_products();
       wait_for_products();
       keep(sums);
@@ -281,10 +282,11 @@ __global__ void __launch_bounds__(WarpgroupPlan::kThreads, WarpgroupPlan::kBlock
         }
       }
       const uint64_t from_rows = descriptor_of(rows);
+      if (chunk.is(Chunk::kIsFirst)) memset(product, 0, sizeof(product));
+      keep(product);
       begin_products();
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k)
-        add_products(product, a[k], from_rows + k * kNextRows, k > 0 || !chunk.is(Chunk::kIsFirst));
+      for (int k = 0; k < kSteps; ++k) multiply_held<true>(product, a[k], from_rows + k * kNextRows);
       commit_products();
       wait_for_products();
       keep(product);

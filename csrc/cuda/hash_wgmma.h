@@ -152,12 +152,12 @@ __global__ void __launch_bounds__(HashProducts::kThreads, 1)
 #pragma unroll 1
     for (int bit = 0; bit < bits; bit += Plan::kBitsAtOnce) {
       const uint64_t some = matrices + bit * (kFunctions * kNextRow);
-      WideSums sums = {};
+      WideSums sums;
       begin_products();
+      multiply_held<false>(sums, a[0], some);
 #pragma unroll
-      for (int term = 0; term < Plan::kTerms; ++term)
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) add_wide_products(sums, a[k], some + term * next_term + k * kNextColumns);
+      for (int i = 1; i < Plan::kTerms * kSteps; ++i)
+        multiply_held<true>(sums, a[i % kSteps], some + i / kSteps * next_term + i % kSteps * kNextColumns);
       commit_products();
       wait_for_products();
       keep(sums);

@@ -123,13 +123,15 @@ __global__ void __launch_bounds__(PairsPlace<columns>::kBlockThreads, PairsPlace
     float weights[kPairs][4], products[kPairs][4];
     pairs.count<Place>(planes, current, weights);
     uint32_t rounded[kPairs / 2][4];
-    add_weighted_mma<Place>(weights, tile.values, false, false, value_sums, rounded);
+    round_weights<typename Place::In>(weights, rounded);
+    add_weighted_mma<Place>(weights, rounded, tile.values, false, value_sums);
     Place::multiply(Place::my_rows(mine.values), tile.values, products);
 #pragma unroll
     for (int i = 0; i < kPairs * 4; ++i)
       products[i / 4][i % 4] *= weights[i / 4][i % 4] * tile.factors[Place::other(i / 4, i % 4)] *
                                 mine.factors[Place::row(i / 4, i % 4)];
-    add_weighted_mma<Place>(products, tile.rows, few, false, sums, rounded);
+    round_weights<typename Place::In>(products, rounded);
+    add_weighted_mma<Place>(products, rounded, tile.rows, few, sums);
 #pragma unroll
     for (int i = 0; i < kPairs * 2; ++i)
       *reinterpret_cast<uint32_t*>(memory.slopes + Place::row(i / 2, i % 2 * 2) * memory.kStride + first % kQueries +

@@ -172,10 +172,11 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
   show_products();
   __syncthreads();
 
-  WgmmaSums sums, value_sums;
+  WgmmaSums sums = {}, value_sums = {};
+  keep(sums);
+  keep(value_sums);
   // Adds what a tile gives to the sums, and keeps the slopes. The last products go on.
   const auto add_tile = [&](int first, int turn, int place) {
-    const bool is_first = first + place == 0;
     const uint64_t my_values = descriptor_of(memory.values + group * kMatrix);
     const uint64_t tile_grads = descriptor_of(memory.grads[turn][place]),
                    tile_queries = descriptor_of(memory.queries[turn][place]);
@@ -201,11 +202,12 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
     begin_products();
 #pragma unroll
     for (int k = 0; k < kOthers / kWgmmaDepth; ++k)
-      add_products(value_sums, weights[k], tile_grads + k * kNextRows, k > 0 || !is_first);
+      multiply_held<true>(value_sums, weights[k], tile_grads + k * kNextRows);
     commit_products();
     const float* const factors = memory.query_factors[turn] + place * kOthers;
     const int key = my_row();
     const float my_factors[2] = {memory.key_factors[key], memory.key_factors[key + 8]};
+    // products still have the weights, which are only read
 #pragma unroll
     for (int i = 0; i < kColumns * 2; ++i) {
       const float2 weight = unpack<BFloat16>(weights[i / 4][i % 4]);
@@ -222,7 +224,7 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
     begin_products();
 #pragma unroll
     for (int k = 0; k < kOthers / kWgmmaDepth; ++k)
-      add_products(sums, slopes[k], tile_queries + k * kNextRows, k > 0 || !is_first);
+      multiply_held<true>(sums, slopes[k], tile_queries + k * kNextRows);
     commit_products();
   };
   // Adds up what all of the block's keys add to the gradient of the tile of queries at a place, and stores it.

@@ -85,10 +85,9 @@ struct MmaPlace {
   using Sums = float[kParts][kColumns / 8][4];
 
   __device__ __forceinline__ static void clear(Sums& sums) { memset(sums, 0, sizeof(sums)); }
-  // sums += weights others, with A as multiply_add takes it; is_first where clear is all that was done to them
+  // sums += weights others, with A as multiply_add takes it
   template <int n>
-  __device__ __forceinline__ static void add(const uint32_t (&weights)[n][4], const In* others_from, Sums& sums,
-                                             [[maybe_unused]] bool is_first) {
+  __device__ __forceinline__ static void add(const uint32_t (&weights)[n][4], const In* others_from, Sums& sums) {
     constexpr int kSteps = n / kParts;
     others_from += warp_lane() % 16 * kStride + warp_lane() / 16 * 8;
 #pragma unroll
@@ -259,13 +258,11 @@ __device__ __forceinline__ void round_weights(const float (&weights)[n][4], uint
     rounded[i / 4][i % 4] = pack<In>(weights[i / 2][i % 2 * 2], weights[i / 2][i % 2 * 2 + 1]);
 }
 
-// sums += weights others, the weights rounded to 16 bits, which become `rounded`. With few others, also what is rounded
-// off: the errors of many average out, where a single weight's is that of all columns.
+// sums += weights others, the weights as round_weights rounded them. With few others, also what was rounded off: the
+// errors of many average out, where a single weight's is that of all columns.
 template <class Place, class In, int n>
-__device__ __forceinline__ void add_weighted_mma(const float (&weights)[n][4], const In* others, bool few,
-                                                 bool is_first, typename Place::Sums& sums,
-                                                 uint32_t (&rounded)[n / 2][4]) {
-  round_weights<In>(weights, rounded);
+__device__ __forceinline__ void add_weighted_mma(const float (&weights)[n][4], const uint32_t (&rounded)[n / 2][4],
+                                                 const In* others, bool few, typename Place::Sums& sums) {
   if (few) {
     uint32_t rest[n / 2][4];
 #pragma unroll
@@ -274,9 +271,9 @@ __device__ __forceinline__ void add_weighted_mma(const float (&weights)[n][4], c
       const float* exact = &weights[i / 2][i % 2 * 2];
       rest[i / 4][i % 4] = pack<In>(exact[0] - pair.x, exact[1] - pair.y);
     }
-    Place::add(rest, others, sums, is_first);
+    Place::add(rest, others, sums);
   }
-  Place::add(rounded, others, sums, is_first && !few);
+  Place::add(rounded, others, sums);
 }
 
 // 1 - |cosine|, of the products of rows. Rounded to multiples of 2^-21, as the sum with kWhole is: half of one is more
@@ -376,12 +373,13 @@ __global__ void __launch_bounds__(Place::kBlockThreads, 2)
       weight_sum[i % 4 / 2] += weights[i / 4][i % 4];
     }
     uint32_t rounded[kOthers / 16][4];
-    add_weighted_mma<Place>(weights, tile.values + from * Place::kStride, few, first == range.begin, parts, rounded);
+    round_weights<In>(weights, rounded);
     if constexpr (Pairs::kPositive) {
       const uint32_t ones = pack<In>(1, 1);
 #pragma unroll
       for (int b = 0; b < kOthers / 16; ++b) multiply_add<In>(rounded_sum, rounded[b], {ones, ones});
     }
+    add_weighted_mma<Place>(weights, rounded, tile.values + from * Place::kStride, few, parts);
   });
   Place::finish(sums);
 #pragma unroll
@@ -464,12 +462,13 @@ __global__ void __launch_bounds__(Place::kBlockThreads, Place::gradient_blocks(w
     for (int i = 0; i < kOthers / 2; ++i) products[i / 4][i % 4] *= factors[Place::other(i / 4, i % 4)];
     if constexpr (std::is_same_v<In, Half>) scale_into_range(products, scale, sums);
     uint32_t rounded[kOthers / 16][4];
-    const bool is_first = first == range.begin;
-    add_weighted_mma<Place>(products, rows, few, is_first, parts, rounded);
+    round_weights<In>(products, rounded);
+    add_weighted_mma<Place>(products, rounded, rows, few, parts);
     if constexpr (with_values) {
 #pragma unroll
       for (int i = 0; i < kOthers / 2; ++i) weights[i / 4][i % 4] *= kWeightScale<In>;
-      add_weighted_mma<Place>(weights, values, few, is_first, value_parts, rounded);
+      round_weights<In>(weights, rounded);
+      add_weighted_mma<Place>(weights, rounded, values, few, value_parts);
     }
   });
   Place::finish(sums);

@@ -39,15 +39,17 @@ struct WarpgroupPlace : MmaPlace<BFloat16, rows, others, kWgmmaColumns> {
     commit_products();
   }
 
-  // The first products do: that other instructions set what products add to would hold up all of them.
-  __device__ __forceinline__ static void clear(WgmmaSums (&)[1]) {}
+  __device__ __forceinline__ static void clear(WgmmaSums (&sums)[1]) {
+    memset(sums, 0, sizeof(sums));
+    keep(sums[0]);
+  }
   template <int n>
   __device__ __forceinline__ static void add(const uint32_t (&weights)[n][4], const BFloat16* others_from,
-                                             WgmmaSums (&sums)[1], bool is_first) {
+                                             WgmmaSums (&sums)[1]) {
     const uint64_t others_there = descriptor_of(others_from);
     begin_products();
 #pragma unroll
-    for (int k = 0; k < n; ++k) add_products(sums[0], weights[k], others_there + k * kNextRows, k > 0 || !is_first);
+    for (int k = 0; k < n; ++k) multiply_held<true>(sums[0], weights[k], others_there + k * kNextRows);
     commit_products();
   }
 

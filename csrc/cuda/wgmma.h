@@ -59,7 +59,8 @@ template <int newest = 0>
 __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(newest) : "memory");
 }
-// Keeps the compiler from using sums before, or changing them after, this.
+// Keeps the compiler from using sums before, or changing them after, this. Where products add to sums that something
+// else has set, it comes in between: else ptxas of CUDA 12.8 has every product waited for.
 template <int n>
 __device__ __forceinline__ void keep(float (&sums)[n][4]) {
 #pragma unroll
@@ -113,18 +114,31 @@ __device__ __forceinline__ void multiply_shared(NarrowSums& sums, uint64_t a, ui
                  : YOSO_SIXTEEN(YOSO_SET, sums, 0)
                  : "l"(a), "l"(b), "n"(static_cast<int>(by_rows)));
 }
-// The same by rows, where every warp has its 16 rows of a as multiply_add takes them.
-__device__ __forceinline__ void add_products(WgmmaSums& sums, const uint32_t (&a)[4], uint64_t b, bool add) {
-  asm volatile(YOSO_MULTIPLY("%37") "{%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}\n"
-               : YOSO_SUMS(YOSO_CHANGED, sums)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+// The same by rows, where every warp has its 16 rows of a in registers, as multiply_add takes them.
+template <bool add>
+__device__ __forceinline__ void multiply_held(WgmmaSums& sums, const uint32_t (&a)[4], uint64_t b) {
+  if constexpr (add)
+    asm volatile(YOSO_MULTIPLY("1") "{%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}\n"
+                 : YOSO_SUMS(YOSO_CHANGED, sums)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else
+    asm volatile(YOSO_MULTIPLY("0") "{%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}\n"
+                 : YOSO_SUMS(YOSO_SET, sums)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-// The sums of more columns, += a b, where b's columns are rows of its matrix.
-__device__ __forceinline__ void add_wide_products(WideSums& sums, const uint32_t (&a)[4], uint64_t b) {
-  asm volatile(YOSO_MULTIPLY_COLUMNS("96", YOSO_SUM_NAMES YOSO_MORE_SUM_NAMES,
-                                     "1") "{%48, %49, %50, %51}, %52, add, 1, 1, 0;\n}\n"
-               : YOSO_SUMS(YOSO_CHANGED, sums), YOSO_SIXTEEN(YOSO_CHANGED, sums, 8)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+// The same of more columns, where b's columns are rows of its matrix.
+template <bool add>
+__device__ __forceinline__ void multiply_held(WideSums& sums, const uint32_t (&a)[4], uint64_t b) {
+  if constexpr (add)
+    asm volatile(YOSO_MULTIPLY_COLUMNS("96", YOSO_SUM_NAMES YOSO_MORE_SUM_NAMES,
+                                       "1") "{%48, %49, %50, %51}, %52, add, 1, 1, 0;\n}\n"
+                 : YOSO_SUMS(YOSO_CHANGED, sums), YOSO_SIXTEEN(YOSO_CHANGED, sums, 8)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else
+    asm volatile(YOSO_MULTIPLY_COLUMNS("96", YOSO_SUM_NAMES YOSO_MORE_SUM_NAMES,
+                                       "0") "{%48, %49, %50, %51}, %52, add, 1, 1, 0;\n}\n"
+                 : YOSO_SUMS(YOSO_SET, sums), YOSO_SIXTEEN(YOSO_SET, sums, 8)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 #undef YOSO_SET
 #undef YOSO_CHANGED
