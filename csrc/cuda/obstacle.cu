@@ -14,10 +14,12 @@ namespace {
 // by 100, as in sm_80, of which __CUDA_ARCH_LIST__ says 800
 constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};
 
-// Code for an architecture runs on later ones of the same generation, and that for the newest is there as PTX, too.
-bool runs_on(int architecture) {
+// Code for an architecture runs on later ones of the same generation. That for the newest is there as PTX, too, which
+// the driver has to know, where code only has to be of a CUDA with the same first number.
+bool runs_on(int architecture, int driver) {
   const auto runs = [&](int compiled) { return compiled / 100 == architecture / 100 && compiled <= architecture; };
-  return architecture >= *std::max_element(std::begin(kArchitectures), std::end(kArchitectures)) ||
+  return (driver >= CUDART_VERSION &&
+          architecture >= *std::max_element(std::begin(kArchitectures), std::end(kArchitectures))) ||
          std::any_of(std::begin(kArchitectures), std::end(kArchitectures), runs);
 }
 
@@ -55,7 +57,8 @@ std::string find_obstacle() {
   int driver = 0;
   unsigned count = 0;
   if (!nvml.starts() || !nvml.call("nvmlDeviceGetCount_v2", &count) || count == 0) return "";
-  if (nvml.call("nvmlSystemGetCudaDriverVersion_v2", &driver) && driver / 1000 < CUDART_VERSION / 1000)
+  if (!nvml.call("nvmlSystemGetCudaDriverVersion_v2", &driver)) return "";
+  if (driver / 1000 < CUDART_VERSION / 1000)
     return "the driver knows CUDA " + version_of(driver) + ", the kernels were compiled by CUDA " +
            version_of(CUDART_VERSION);
   std::string gpus, compiled;
@@ -66,12 +69,13 @@ std::string find_obstacle() {
         !nvml.call("nvmlDeviceGetCudaComputeCapability", gpu, &major, &minor))
       return "";
     const int architecture = 100 * major + 10 * minor;
-    if (runs_on(architecture)) return "";
+    if (runs_on(architecture, driver)) return "";
     const std::string name = name_of(architecture);
     if (gpus.find(name) == std::string::npos) gpus += (gpus.empty() ? "" : ", ") + name;
   }
   for (const int architecture : kArchitectures) compiled += (compiled.empty() ? "" : ", ") + name_of(architecture);
-  return "this machine has " + gpus + ", the kernels were compiled for " + compiled;
+  return "this machine has " + gpus + ", the kernels were compiled for " + compiled +
+         " and, by drivers of CUDA " + version_of(CUDART_VERSION) + ", later ones";
 }
 
 }  // namespace
