@@ -91,11 +91,15 @@ inline Tensor empty_tensor(const Tensor& like, std::initializer_list<int64_t> si
   }
 }
 
-// An uninitialised [B, H, N, D] with the memory order [B, N, H, D], so that merging the heads is a view.
-inline Tensor empty_heads_last(const Tensor& like, int64_t B, int64_t H, int64_t N, int64_t D) {
-  Tensor memory = empty_tensor(like, {B, N, H, D});
+// An uninitialised [B, H, rows, columns], of like's batch and heads, with the memory order [B, rows, H, columns], so
+// that merging the heads is a view.
+inline Tensor empty_heads_last(const Tensor& like, int64_t rows, int64_t columns) {
+  Tensor memory = empty_tensor(like, {like.size(0), rows, like.size(1), columns});
   return torch::stable::transpose(memory, 1, 2);
 }
+
+// The same, of like's size.
+inline Tensor empty_heads_last(const Tensor& like) { return empty_heads_last(like, like.size(2), like.size(3)); }
 
 // float64 for float64 rows, else float32
 inline ScalarType length_dtype(const Tensor& rows) {

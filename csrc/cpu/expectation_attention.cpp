@@ -58,7 +58,7 @@ std::tuple<Tensor, Tensor> expectation_attention_cpu(const Tensor& query, const 
                                                      int64_t hash_code_len, bool, bool unit) {
   check_exact(query, key, value, hash_code_len);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
-  Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
+  Tensor out = on_huge_pages(empty_heads_last(value, N, value.size(3)));
   Tensor inverse_length = empty_inverse_length(out, unit);
   if (B * H * N == 0) return {out, inverse_length};
   dispatch_pairs(query, hash_code_len, false, [&](auto accumulator, const auto& pairs) {
@@ -73,10 +73,9 @@ std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cpu(const Tens
                                                                       int64_t hash_code_len, bool exact) {
   check_exact(query, key, value, hash_code_len);
   check_output(grad, "grad", query, value, query.scalar_type());
-  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
-  Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
-  Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));
-  Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
+  Tensor grad_query = on_huge_pages(empty_heads_last(query));
+  Tensor grad_key = on_huge_pages(empty_heads_last(key));
+  Tensor grad_value = on_huge_pages(empty_heads_last(value));
   dispatch_pairs(query, hash_code_len, exact, [&](auto accumulator, const auto& pairs) {
     attention_backward<decltype(accumulator)>(pairs, InputRows(grad), InputRows(query), InputRows(key),
                                               InputRows(value), OutputRows(grad_query), OutputRows(grad_key),

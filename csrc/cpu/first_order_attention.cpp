@@ -427,7 +427,7 @@ std::tuple<Tensor, Tensor> first_order_attention_cpu(const Tensor& query, const 
   check_row_numbers(remainder_total, "remainder_total", query);
   check_places(heavy, key.size(2));
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
-  Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
+  Tensor out = on_huge_pages(empty_heads_last(value, N, value.size(3)));
   Tensor total = empty_row_numbers(query);
   if (B * H * N == 0) return {out, total};
   dispatch_accumulator(query, [&](auto accumulator) {
@@ -446,11 +446,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> first_order_attention
   check_row_numbers(total, "total", query);
   check_places(heavy, key.size(2));
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
-  Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
-  Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));
-  Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
+  Tensor grad_query = on_huge_pages(empty_heads_last(query));
+  Tensor grad_key = on_huge_pages(empty_heads_last(key));
+  Tensor grad_value = on_huge_pages(empty_heads_last(value));
   Tensor grad_weight = empty_row_numbers(key);
-  Tensor grad_remainder = on_huge_pages(empty_heads_last(total, B, H, N, value.size(3)));
+  Tensor grad_remainder = on_huge_pages(empty_heads_last(total, N, value.size(3)));
   Tensor grad_remainder_total = empty_row_numbers(query);
   if (B * H * (N + M) > 0) {
     const QueryTensors queries{InputRows(grad),        InputRows(out),

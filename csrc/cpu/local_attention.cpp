@@ -123,7 +123,7 @@ Tensor local_attention_cpu(const Tensor& query, const Tensor& key, const Tensor&
                            const Tensor& key_codes, int64_t hash_code_len, int64_t window) {
   check_near(query, key, value, query_codes, key_codes, hash_code_len, window);
   const NearPairs pairs = near_pairs(query_codes, key_codes, hash_code_len, window);
-  Tensor out = on_huge_pages(empty_heads_last(value, value.size(0), value.size(1), value.size(2), value.size(3)));
+  Tensor out = on_huge_pages(empty_heads_last(value));
   if (query.size(0) * query.size(1) * query.size(2) == 0) return out;
   dispatch_accumulator(query, [&](auto accumulator) {
     attention_forward<decltype(accumulator)>(pairs, InputRows(query), InputRows(key), InputRows(value), false,
@@ -139,10 +139,9 @@ std::tuple<Tensor, Tensor, Tensor> local_attention_backward_cpu(const Tensor& gr
   check_near(query, key, value, query_codes, key_codes, hash_code_len, window);
   const NearPairs pairs = near_pairs(query_codes, key_codes, hash_code_len, window);
   check_output(grad, "grad", query, value, query.scalar_type());
-  const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
-  Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
-  Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, N, key.size(3)));
-  Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
+  Tensor grad_query = on_huge_pages(empty_heads_last(query));
+  Tensor grad_key = on_huge_pages(empty_heads_last(key));
+  Tensor grad_value = on_huge_pages(empty_heads_last(value));
   dispatch_accumulator(query, [&](auto accumulator) {
     attention_backward<decltype(accumulator)>(pairs, InputRows(grad), InputRows(query), InputRows(key),
                                               InputRows(value), OutputRows(grad_query), OutputRows(grad_key),

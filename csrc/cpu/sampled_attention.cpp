@@ -172,8 +172,7 @@ void sampled_forward(const Tensor& query_codes, const Tensor& key_codes, const I
 
 std::tuple<Tensor, Tensor> sum_by_buckets(const Tensor& value, const Tensor& query_codes, const Tensor& key_codes,
                                           int64_t hash_code_len, bool unit) {
-  const int64_t B = value.size(0), H = value.size(1), N = query_codes.size(3);
-  Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
+  Tensor out = on_huge_pages(empty_heads_last(value, query_codes.size(3), value.size(3)));
   Tensor inverse_length = empty_inverse_length(out, unit);
   if (out.numel() > 0) {
     dispatch_accumulator(value, [&](auto accumulator) {

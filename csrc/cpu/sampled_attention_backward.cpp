@@ -323,9 +323,8 @@ std::tuple<Tensor, Tensor, Tensor> sampled_attention_backward_cpu(const Tensor& 
                                                                   int64_t hash_code_len) {
   check_hashed(query, key, value, query_codes, key_codes, hash_code_len);
   check_output(grad, "grad", query, value, query.scalar_type());
-  const int64_t B = query.size(0), H = query.size(1), D = query.size(3);
-  Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, query.size(2), D));
-  Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, key.size(2), D));
+  Tensor grad_query = on_huge_pages(empty_heads_last(query));
+  Tensor grad_key = on_huge_pages(empty_heads_last(key));
   const Tensor grad_value = std::get<0>(sum_by_buckets(grad, key_codes, query_codes, hash_code_len, false));
   if (grad_query.numel() == 0 && grad_key.numel() == 0) return {grad_query, grad_key, grad_value};
   dispatch_accumulator(query, [&](auto accumulator) {

@@ -442,7 +442,7 @@ std::tuple<Tensor, Tensor> sampled_remainder_cpu(const Tensor& query, const Tens
                                                  int64_t hash_code_len, double scale) {
   check_sampled_remainder(query, key, value, key_weight, shift, query_codes, key_codes, hash_code_len, scale);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
-  Tensor out = on_huge_pages(empty_heads_last(key_weight, B, H, N, value.size(3)));
+  Tensor out = on_huge_pages(empty_heads_last(key_weight, N, value.size(3)));
   Tensor total = empty_row_numbers(query);
   if (B * H * N == 0) return {out, total};
   const Inputs x{InputRows(query), InputRows(key), InputRows(value), key_weight, shift, query_codes, key_codes, {}, {}};
@@ -468,9 +468,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cpu(
   check_sampled_remainder_backward(grad, grad_total, query, key, value, key_weight, shift, query_codes, key_codes,
                                    hash_code_len, scale);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
-  Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
-  Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));
-  Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
+  Tensor grad_query = on_huge_pages(empty_heads_last(query));
+  Tensor grad_key = on_huge_pages(empty_heads_last(key));
+  Tensor grad_value = on_huge_pages(empty_heads_last(value));
   Tensor grad_weight = empty_row_numbers(key);
   if (B * H * (N + M) == 0) return {grad_query, grad_key, grad_value, grad_weight};
   const Inputs x{InputRows(query), InputRows(key), InputRows(value), key_weight, shift,

@@ -274,7 +274,7 @@ std::tuple<Tensor, Tensor> softmax_attention_cpu(const Tensor& query, const Tens
                                                  const std::optional<Tensor>& key_mask, double scale) {
   check_softmax(query, key, value, key_mask, scale);
   const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
-  Tensor out = on_huge_pages(empty_heads_last(value, B, H, N, value.size(3)));
+  Tensor out = on_huge_pages(empty_heads_last(value, N, value.size(3)));
   Tensor logarithm = empty_row_numbers(out);
   if (B * H * N == 0) return {out, logarithm};
   dispatch_accumulator(query, [&](auto accumulator) {
@@ -288,10 +288,9 @@ std::tuple<Tensor, Tensor, Tensor> softmax_attention_backward_cpu(
     const Tensor& grad, const Tensor& out, const Tensor& logarithm, const Tensor& query, const Tensor& key,
     const Tensor& value, const std::optional<Tensor>& key_mask, double scale) {
   check_softmax_backward(grad, out, logarithm, query, key, value, key_mask, scale);
-  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
-  Tensor grad_query = on_huge_pages(empty_heads_last(query, B, H, N, query.size(3)));
-  Tensor grad_key = on_huge_pages(empty_heads_last(key, B, H, M, key.size(3)));
-  Tensor grad_value = on_huge_pages(empty_heads_last(value, B, H, M, value.size(3)));
+  Tensor grad_query = on_huge_pages(empty_heads_last(query));
+  Tensor grad_key = on_huge_pages(empty_heads_last(key));
+  Tensor grad_value = on_huge_pages(empty_heads_last(value));
   dispatch_accumulator(query, [&](auto accumulator) {
     backward<decltype(accumulator)>(InputRows(grad), InputRows(out), logarithm, InputRows(query), InputRows(key),
                                     InputRows(value), dense_mask(key_mask), scale, OutputRows(grad_query),

@@ -24,8 +24,8 @@ void for_rows(const Tensor& x, int64_t buffers, const F& f) {
 Tensor unit_rows_backward_cpu(const Tensor& input_grad, const Tensor& input_unit, const Tensor& inverse_length) {
   check_unit_rows(input_grad, input_unit, inverse_length);
   const Tensor grad = dense_rows(input_grad), unit = dense_rows(input_unit);
-  const int64_t B = unit.size(0), H = unit.size(1), N = unit.size(2), D = unit.size(3), columns = padded(D);
-  Tensor out = on_huge_pages(empty_heads_last(unit, B, H, N, D));
+  const int64_t H = unit.size(1), N = unit.size(2), D = unit.size(3), columns = padded(D);
+  Tensor out = on_huge_pages(empty_heads_last(unit));
   dispatch_floating(unit, [&](auto element) {
     using In = decltype(element);
     using T = Accumulator<In>;

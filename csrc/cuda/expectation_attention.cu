@@ -60,7 +60,7 @@ std::tuple<Tensor, Tensor> expectation_attention_cuda(const Tensor& query, const
                                                       int64_t hash_code_len, bool, bool unit) {
   check_exact(query, key, value, hash_code_len);
   const Device device(value);
-  Tensor out = empty_heads_last(value, query.size(0), query.size(1), query.size(2), value.size(3));
+  Tensor out = empty_heads_last(value, query.size(2), value.size(3));
   Tensor inverse_length = empty_inverse_length(out, unit);
   attention_forward(device, AllPairs{static_cast<int>(hash_code_len), false}, query, key, value, unit, out,
                     inverse_length);
@@ -73,10 +73,9 @@ std::tuple<Tensor, Tensor, Tensor> expectation_attention_backward_cuda(const Ten
   check_exact(query, key, value, hash_code_len);
   check_output(grad, "grad", query, value, query.scalar_type());
   const Device device(value);
-  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
-  Tensor grad_query = empty_heads_last(query, B, H, N, query.size(3));
-  Tensor grad_key = empty_heads_last(key, B, H, M, key.size(3));
-  Tensor grad_value = empty_heads_last(value, B, H, M, value.size(3));
+  Tensor grad_query = empty_heads_last(query);
+  Tensor grad_key = empty_heads_last(key);
+  Tensor grad_value = empty_heads_last(value);
   attention_backward(device, AllPairs{static_cast<int>(hash_code_len), exact}, grad, query, key, value, grad_query,
                      grad_key, grad_value);
   return {grad_query, grad_key, grad_value};

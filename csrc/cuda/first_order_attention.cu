@@ -583,7 +583,7 @@ std::tuple<Tensor, Tensor> first_order_attention_cuda(const Tensor& query, const
   check_output(remainder, "remainder", query, value, length_dtype(query));
   check_row_numbers(remainder_total, "remainder_total", query);
   const Device device(value);
-  Tensor out = empty_heads_last(value, query.size(0), query.size(1), query.size(2), value.size(3));
+  Tensor out = empty_heads_last(value, query.size(2), value.size(3));
   Tensor total = empty_row_numbers(query);
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value), dense_rows(remainder)};
   dispatch_wide(query, [&](auto element) {
@@ -601,12 +601,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> first_order_attention
   check_output(out, "out", query, value, query.scalar_type());
   check_row_numbers(total, "total", query);
   const Device device(value);
-  const int64_t B = query.size(0), H = query.size(1), N = query.size(2), M = key.size(2);
-  Tensor grad_query = empty_heads_last(query, B, H, N, query.size(3));
-  Tensor grad_key = empty_heads_last(key, B, H, M, key.size(3));
-  Tensor grad_value = empty_heads_last(value, B, H, M, value.size(3));
+  Tensor grad_query = empty_heads_last(query);
+  Tensor grad_key = empty_heads_last(key);
+  Tensor grad_value = empty_heads_last(value);
   Tensor grad_weight = empty_row_numbers(key);
-  Tensor grad_remainder = empty_heads_last(total, B, H, N, value.size(3));
+  Tensor grad_remainder = empty_heads_last(total, query.size(2), value.size(3));
   Tensor grad_remainder_total = empty_row_numbers(query);
   const Tensor rows[] = {dense_rows(grad), dense_rows(out), dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_wide(query, [&](auto element) {

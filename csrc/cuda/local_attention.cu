@@ -88,7 +88,7 @@ Tensor local_attention_cuda(const Tensor& query, const Tensor& key, const Tensor
                             const Tensor& key_codes, int64_t hash_code_len, int64_t window) {
   check_near(query, key, value, query_codes, key_codes, hash_code_len, window);
   const Device device(value);
-  Tensor out = empty_heads_last(value, value.size(0), value.size(1), value.size(2), value.size(3));
+  Tensor out = empty_heads_last(value);
   const CodePlanes planes(device, query_codes, key_codes, hash_code_len, PlaneOrder::kRows);
   attention_forward(device, near_pairs(planes, query.size(2), window), query, key, value, false, out, out);
   return out;
@@ -101,12 +101,12 @@ std::tuple<Tensor, Tensor, Tensor> local_attention_backward_cuda(const Tensor& g
   check_near(query, key, value, query_codes, key_codes, hash_code_len, window);
   check_output(grad, "grad", query, value, query.scalar_type());
   const Device device(value);
-  const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
-  Tensor grad_query = empty_heads_last(query, B, H, N, query.size(3));
-  Tensor grad_key = empty_heads_last(key, B, H, N, key.size(3));
-  Tensor grad_value = empty_heads_last(value, B, H, N, value.size(3));
+  Tensor grad_query = empty_heads_last(query);
+  Tensor grad_key = empty_heads_last(key);
+  Tensor grad_value = empty_heads_last(value);
   const CodePlanes planes(device, query_codes, key_codes, hash_code_len, PlaneOrder::kRows);
-  attention_backward(device, near_pairs(planes, N, window), grad, query, key, value, grad_query, grad_key, grad_value);
+  attention_backward(device, near_pairs(planes, query.size(2), window), grad, query, key, value, grad_query, grad_key,
+                     grad_value);
   return {grad_query, grad_key, grad_value};
 }
 

@@ -781,7 +781,7 @@ std::tuple<Tensor, Tensor> sum_by_buckets(const Device& device, const Tensor& va
                                           const Tensor& key_codes, int64_t hash_code_len, bool unit,
                                           const SortedCodes* key_order) {
   const Tensor rows = dense_rows(value);
-  Tensor out = empty_heads_last(value, value.size(0), value.size(1), query_codes.size(3), value.size(3));
+  Tensor out = empty_heads_last(value, query_codes.size(3), value.size(3));
   Tensor inverse_length = empty_inverse_length(out, unit);
   if (out.numel() > 0 || inverse_length.numel() > 0) {
     dispatch_floating(rows, [&](auto element) {

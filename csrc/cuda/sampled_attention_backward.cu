@@ -189,10 +189,10 @@ std::tuple<Tensor, Tensor, Tensor> sampled_attention_backward_cuda(const Tensor&
   check_output(grad, "grad", query, value, query.scalar_type());
   const Device device(value);
   const int64_t B = query.size(0), H = query.size(1), D = query.size(3);
-  Tensor grad_query = empty_heads_last(query, B, H, query.size(2), D);
-  Tensor grad_key = empty_heads_last(key, B, H, key.size(2), D);
+  Tensor grad_query = empty_heads_last(query);
+  Tensor grad_key = empty_heads_last(key);
   if (goes_by_pairs(device, query, key, value, query_codes.size(2), hash_code_len)) {
-    const Tensor grad_value = empty_heads_last(value, B, H, key.size(2), value.size(3));
+    const Tensor grad_value = empty_heads_last(value);
     if (B * H > 0)
       sampled_attention_backward_by_pairs(device, grad, query, key, value, query_codes, key_codes, hash_code_len,
                                           grad_query, grad_key, grad_value);

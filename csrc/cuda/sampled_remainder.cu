@@ -558,8 +558,7 @@ std::tuple<Tensor, Tensor> sampled_remainder_cuda(const Tensor& query, const Ten
                                                   int64_t hash_code_len, double scale) {
   check_sampled_remainder(query, key, value, key_weight, shift, query_codes, key_codes, hash_code_len, scale);
   const Device device(value);
-  const int64_t B = query.size(0), H = query.size(1), N = query.size(2);
-  Tensor out = empty_heads_last(key_weight, B, H, N, value.size(3));
+  Tensor out = empty_heads_last(key_weight, query.size(2), value.size(3));
   Tensor total = empty_row_numbers(query);
   const Tensor rows[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_wide(query, [&](auto element) {
@@ -577,10 +576,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_remainder_backward_cuda(
   check_sampled_remainder_backward(grad, grad_total, query, key, value, key_weight, shift, query_codes, key_codes,
                                    hash_code_len, scale);
   const Device device(value);
-  const int64_t B = query.size(0), H = query.size(1), M = key.size(2);
-  Tensor grad_query = empty_heads_last(query, B, H, query.size(2), query.size(3));
-  Tensor grad_key = empty_heads_last(key, B, H, M, key.size(3));
-  Tensor grad_value = empty_heads_last(value, B, H, M, value.size(3));
+  Tensor grad_query = empty_heads_last(query);
+  Tensor grad_key = empty_heads_last(key);
+  Tensor grad_value = empty_heads_last(value);
   Tensor grad_weight = empty_row_numbers(key);
   const Tensor rows[] = {dense_rows(grad), dense_rows(query), dense_rows(key), dense_rows(value)};
   dispatch_wide(query, [&](auto element) {

@@ -20,7 +20,7 @@ inline Tensor tile_rows(const Tensor& x, int64_t widest) {
   if (!is_16_bit) return dense_rows(x);
   if (widest > kMaxMmaColumns) return dense_rows(torch::stable::to(x, ScalarType::Float));
   if ((x.size(3) <= 1 || x.stride(3) == 1) && aligned(rows_of<Half>(x), x.size(3))) return x;
-  Tensor pieces = empty_heads_last(x, x.size(0), x.size(1), x.size(2), round_up(x.size(3), kPiece));
+  Tensor pieces = empty_heads_last(x, x.size(2), round_up(x.size(3), kPiece));
   torch::stable::zero_(pieces);
   Tensor columns = torch::stable::narrow(pieces, 3, 0, x.size(3));
   torch::stable::copy_(columns, x);
@@ -33,7 +33,7 @@ class TileOutput {
   TileOutput(const Tensor& out, const Tensor& rows)
       : copies_(out.scalar_type() != rows.scalar_type() || out.size(3) != rows.size(3)),
         out_(out),
-        tiles_(copies_ ? empty_heads_last(rows, out.size(0), out.size(1), out.size(2), rows.size(3)) : out) {}
+        tiles_(copies_ ? empty_heads_last(rows, out.size(2), rows.size(3)) : out) {}
 
   const Tensor& tiles() const { return tiles_; }
   // to out, what is not there yet

@@ -42,7 +42,7 @@ Tensor unit_rows_backward_cuda(const Tensor& input_grad, const Tensor& input_uni
   const Device device(input_unit);
   const Tensor grad = dense_rows(input_grad), unit = dense_rows(input_unit);
   const int64_t B = unit.size(0), H = unit.size(1), N = unit.size(2), D = unit.size(3);
-  Tensor out = empty_heads_last(unit, B, H, N, D);
+  Tensor out = empty_heads_last(unit);
   if (out.numel() == 0) return out;
   dispatch_floating(unit, [&](auto element) {
     using In = decltype(element);
