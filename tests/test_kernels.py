@@ -1,6 +1,7 @@
 """The kernels of the device that the tests run on: as accurate as PyTorch, whether rows spread or crowd."""
 
 import math
+import random
 from functools import partial
 
 import pytest
@@ -219,6 +220,29 @@ def test_kernels_are_as_accurate_as_pytorch(shape, dtype, way):
     assert_as_accurate_as_pytorch(inputs.sampled, dtype)
     if way != "pairs":
         assert_as_accurate_as_pytorch(inputs.expectation, dtype)
+
+
+def random_inputs(seed, dtype):
+    """Of sizes that nobody chose: no two kernels end in the same place."""
+    generator = random.Random(seed)
+    columns = [generator.randint(8, 136) for _ in range(2)]
+    rows = [generator.randint(30, 200) for _ in range(2)]
+    shape = (generator.randint(1, 2), generator.randint(1, 3), *rows, *columns)
+    functions = (generator.randint(2, 20), generator.randint(1, 9))
+    return Inputs(generator.choice(["random", "mixed"]), (*shape, *functions), dtype)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sampled_rows_of_random_sizes(seed, way):
+    for dtype in DTYPES if way is None else DTYPES[1:]:
+        assert_as_accurate_as_pytorch(random_inputs(seed, dtype).sampled, dtype)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_exact_rows_of_random_sizes(seed):
+    inputs = random_inputs(seed, torch.bfloat16)
+    for outputs in (inputs.expectation, inputs.remainder, inputs.first_order):
+        assert_as_accurate_as_pytorch(outputs, torch.bfloat16)
 
 
 # of several words of 32, and more bits of all than pairs are compared by
