@@ -101,6 +101,9 @@ inline Tensor empty_heads_last(const Tensor& like, int64_t rows, int64_t columns
 // The same, of like's size.
 inline Tensor empty_heads_last(const Tensor& like) { return empty_heads_last(like, like.size(2), like.size(3)); }
 
+// Sums of weights up to this count as none, as in reference.py: their inverse, times a gradient, leaves float32's range.
+constexpr double kSmallestTotal = 1e-36;
+
 // float64 for float64 rows, else float32
 inline ScalarType length_dtype(const Tensor& rows) {
   return rows.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;

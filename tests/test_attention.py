@@ -809,6 +809,23 @@ def test_weights_that_are_far_apart_stay_in_range(far):
 
 
 @pytest.mark.usefixtures("softmax_path")
+@pytest.mark.parametrize("far", [70.0, *torch.arange(72, 76, 0.25).tolist()])
+def test_gradients_of_a_query_that_avoids_the_only_key_are_finite(far):
+    """Its weights add up to what float32 only just holds, or does not: then it gets zero."""
+    torch.manual_seed(0)
+    query, key, value = torch.zeros(1, 1, 8, 1), torch.ones(1, 1, 1, 1), 3 * torch.randn(1, 1, 1, 64)
+    query[0, 0, 0] = -far * 8 / 7
+    tensors = [x.requires_grad_() for x in (query, key, value)]
+    options = {"similarity": "softmax", "normalization": "sum", "scale": 1.0}
+    out = yoso_attention(*tensors, **options)
+    torch.testing.assert_close(out[:, :, 1:], value.expand(1, 1, 7, 64))
+    if far == 70 or out[:, :, 0].count_nonzero() > 0:
+        torch.testing.assert_close(out[:, :, :1], value)
+    for gradient in torch.autograd.grad(out, tensors, 10 * torch.randn_like(out)):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.usefixtures("softmax_path")
 @pytest.mark.parametrize("largest", [30, 75, 100])
 def test_samples_of_softmax_with_large_dot_products_come_close(largest):
     """As in heads of trained models, which float32 does not hold exp of."""

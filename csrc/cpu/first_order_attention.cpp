@@ -194,7 +194,7 @@ YOSO_INLINE void attend(const Keys<T>& keys, const InputRows& query, const Input
     }
     load_rows<V>(remainder, keys.batch, keys.head, row, row + num, rest.data(), value_columns);
     for (int64_t q = 0; q < num; ++q) {
-      const T divisor = total[row + q] > 0 ? total[row + q] : std::numeric_limits<T>::infinity();
+      const T divisor = total[row + q] > kSmallestTotal ? total[row + q] : std::numeric_limits<T>::infinity();
       for (int64_t i = q * value_columns; i < (q + 1) * value_columns; i += kLanes<V>)
         store<V>(sums.data() + i, (load<V>(sums.data() + i) + load<V>(rest.data() + i)) / divisor);
     }
@@ -256,7 +256,8 @@ YOSO_INLINE void load_gradients(const Keys<T>& keys, const QueryTensors& x, int6
   load_rows<V>(x.grad, keys.batch, keys.head, row, row + num, grads, value_columns);
   load_rows<V>(x.out, keys.batch, keys.head, row, row + num, outs, value_columns);
   for (int64_t q = 0; q < num; ++q) {
-    const T total = static_cast<const T*>(x.total.const_data_ptr())[first + q], inverse = total > 0 ? 1 / total : 0;
+    const T total = static_cast<const T*>(x.total.const_data_ptr())[first + q];
+    const T inverse = total > kSmallestTotal ? 1 / total : 0;
     V sum = {};
     for (int64_t i = q * value_columns; i < (q + 1) * value_columns; i += kLanes<V>) {
       const V grad = load<V>(grads + i) * inverse;

@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     if (row >= p.queries) continue;
     const int64_t number = head.both * p.queries + row;
     row_total[r] += last[sums.columns] + remainder_total[number];
-    const T inverse = row_total[r] > 0 ? 1 / row_total[r] : 0;
+    const T inverse = row_total[r] > static_cast<T>(kSmallestTotal) ? 1 / row_total[r] : 0;
     if (first_value == 0 && my_column(0) == 0) total[number] = row_total[r];
 #pragma unroll
     for (int c = 0; c < kSide; ++c) {
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const Head head(place.head, heads);
   const int32_t row = exists ? place.row : 0;
   const int64_t number = head.both * count + row;
-  const T inverse = total[number] > 0 ? 1 / total[number] : 0;
+  const T inverse = total[number] > static_cast<T>(kSmallestTotal) ? 1 / total[number] : 0;
   T product = 0;
   for (int32_t first = place.column; first < grad.columns; first += kLaneColumns << lane_bits) {
     const int columns = columns_of_lane(grad.columns, first);

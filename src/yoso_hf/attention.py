@@ -21,7 +21,7 @@ from .ops import (
     sampled_remainder,
     softmax_attention,
 )
-from .reference import MAX_LOGARITHM, MAX_SHIFT, less_masked, real_rows
+from .reference import MAX_LOGARITHM, MAX_SHIFT, SMALLEST_TOTAL, less_masked, real_rows
 
 HAS_CPU_KERNELS, HAS_CUDA_KERNELS = (name in compiled_backends() for name in ("cpu", "cuda"))
 HAS_AMX = cpu_uses_amx()
@@ -37,9 +37,6 @@ NUM_HEAVY_KEYS = 64
 # The bits of its samples' codes up to 4096 keys. Fewer would be less noisy where there are fewer keys, but would make
 # samples depend on how far a text is padded there, and take a compiled graph for each number of bits.
 FEWEST_BITS = 13
-# sums of weights up to this count as none
-SMALLEST_TOTAL = 1e-36
-
 # The length, for each hash function, at which the exact kernel takes as long as the sampled one, by similarity; on
 # CPUs in float32. "cosine": that at which "yoso" and "yoso expectation" cross, m = 32, tau = 9, D = 64, between that
 # of the forward and that of forward with backward, by
@@ -178,7 +175,7 @@ def yoso_attention(
             plus an estimate of the rest, from the pairs whose codes agree in all bits or in none. Its expectation
             does not depend on hash_code_len: shorter codes are less noisy, and take longer. A query that avoids, by
             far more than 60 in the exponent, a key that most queries agree on, has no weight that float32 can hold,
-            and gets zero; where a head has exponents beyond 60, that margin of 60 shrinks by as much, down to 25. With
+            and gets zero; where a head has exponents beyond 60, that margin of 60 shrinks by as much, down to 22. With
             N = M, masked positions are no queries there. Needs normalization="sum" and, where sampled, one
             hash_code_len, backward="sampled" and no local_window.
         local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are

@@ -25,6 +25,9 @@ TILE = 64
 # pairs of tiles that are multiplied one by one, for each tile at most; with more, a bucket's rows are summed up first
 PAIRS = 4
 
+# sums of weights up to this count as none: their inverse, times a gradient, leaves float32's range
+SMALLEST_TOTAL = 1e-36
+
 # Of sampled_remainder. The keys of a bucket that a query meets, at most, and the queries that meet the same ones
 BUCKET_ROWS = 64
 # the largest logarithm of a weight, such that sums of weights stay within float32's range
@@ -296,8 +299,8 @@ def first_order_attention(
     different ones. To these, remainder [B, H, N, Dv] and remainder_total [B, H, N] are added.
 
     Returns:
-        The sums of values divided by those of weights, 0 where these are 0, and the sums of weights, [B, H, N] in
-        float32 or wider, which are for the gradient.
+        The sums of values divided by those of weights, 0 where these are at most SMALLEST_TOTAL, and the sums of
+        weights, [B, H, N] in float32 or wider, which are for the gradient.
     """
     part = _FirstOrder(query, key, value, key_weight, shift, heavy, scale)
     out = torch.baddbmm(part.light_value.sum(1, keepdim=True), part.query, part.key_value, alpha=scale)
@@ -306,7 +309,7 @@ def first_order_attention(
         out[:, rows] += part.heavy_exponentials(rows)[1] @ heavy_value
     out = out.unflatten(0, query.shape[:2])
     total = out[..., -1] + remainder_total
-    out = (out[..., :-1] + remainder) / torch.where(total > 0, total, math.inf)[..., None]
+    out = (out[..., :-1] + remainder) / torch.where(total > SMALLEST_TOTAL, total, math.inf)[..., None]
     return _heads_last(out.to(value.dtype)), total.contiguous()
 
 
@@ -324,7 +327,7 @@ def first_order_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradient of query, key, value, key_weight, remainder and remainder_total."""
     part = _FirstOrder(query, key, value, key_weight, shift, heavy, scale)
-    grad_remainder = _accumulator(grad) * _inverse(total)[..., None]
+    grad_remainder = _accumulator(grad) * _inverse(torch.where(total > SMALLEST_TOTAL, total, 0))[..., None]
     grad_remainder_total = -(grad_remainder * out).sum(-1)
     # of all sums alike
     grad = torch.cat([grad_remainder, grad_remainder_total[..., None]], dim=-1).flatten(0, 1)
