@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from yoso_hf import HashFunctions, YosoConfig, YosoModel, yoso_attention
+from yoso_hf import HashFunctions, YosoConfig, YosoModel, attention_interface, yoso_attention
 from yoso_hf import attention as attention_module
 from yoso_hf.attention import EXACT_TOKENS_PER_HASH
 from yoso_hf.attention_interface import (
@@ -507,6 +507,23 @@ def test_settings_are_those_of_the_configuration(tmp_path, monkeypatch):
     loaded.config.yoso_similarity = "softmax"
     assert (loaded(ids).last_hidden_state - expected).abs().max() > 1e-4
     assert set(changes) | {"yoso_backward", "yoso_similarity"} == set(SETTINGS)
+
+
+@pytest.mark.parametrize(("attention", "warned"), [(None, True), ("sdpa", True), ("yoso", False)])
+def test_settings_that_the_attention_does_not_use_are_warned_of(tmp_path, caplog, attention, warned):
+    """Transformers saves no attn_implementation."""
+    build("bert", "yoso", yoso_similarity="cosine", yoso_hash_code_len=9).save_pretrained(tmp_path)
+    attention_interface.logger.warning_once.cache_clear()
+    transformers.AutoModel.from_pretrained(tmp_path, attn_implementation=attention)
+    assert ("holds settings of YOSO (yoso_...), which the attention 'sdpa' does not use" in caplog.text) == warned
+
+
+def test_a_wrong_setting_is_named_whatever_was_used_before():
+    """1 and True, and 4 and 4.0, are the same to a cache."""
+    for good, bad in ((1, True), (4, 4.0), (4, [4])):
+        build("bert", "yoso", yoso_use_expectation=False, yoso_num_hash=good).eval()(tokens())
+        with pytest.raises(ValueError, match="yoso_num_hash must be an integer, got"):
+            build("bert", "yoso", yoso_use_expectation=False, yoso_num_hash=bad).eval()(tokens())
 
 
 def test_wrong_settings_are_named():

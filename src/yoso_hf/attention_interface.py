@@ -296,6 +296,7 @@ def yoso_from_settings(
 
 def _hash_functions(module: nn.Module, query: Tensor, key: Tensor, settings: dict) -> HashFunctions | None:
     seed, exact = settings["hash_seed"], settings["use_expectation"]
+    check_integer("yoso_num_hash", settings["num_hash"], 1)
     if seed is not None:
         # also where nothing is sampled yet: a longer text may be
         check_integer("yoso_hash_seed", seed, 0, MAX_SEED)
@@ -393,7 +394,14 @@ def register_attention() -> None:
             raise ValueError(
                 f'{type(self).__name__} does not take attn_implementation="{requested_attention}": {reason}'
             )
-        return check(self, requested_attention, *args, **kwargs)
+        attention = check(self, requested_attention, *args, **kwargs)
+        if attention not in IMPLEMENTATIONS and has_settings(self.config):
+            # transformers saves the settings with a model, but not which attention it had
+            logger.warning_once(
+                f"The configuration of {type(self).__name__} holds settings of YOSO (yoso_...), which the attention "
+                f'{attention!r} does not use: give attn_implementation="yoso" again where the model is loaded.'
+            )
+        return attention
 
     check_and_refuse.refuses_yoso = True
     PreTrainedModel.get_correct_attn_implementation = check_and_refuse
