@@ -1,3 +1,4 @@
+import copy
 import fnmatch
 import importlib
 import json
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -510,6 +512,18 @@ def test_modules_that_do_not_follow_the_encoder_are_refused(modules, message, to
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(source, tmp_path / "yoso")
     assert not (tmp_path / "yoso").exists()
+
+
+def test_the_tokenizers_file_cuts_and_pads_nothing(tokenizers, tmp_path):
+    """As sentence encoders' files do, at their own length."""
+    tokenizer = copy.deepcopy(tokenizers["bert"])
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=4)
+    save(make_model("bert", "Model", tokenizers["bert"]), tokenizer, tmp_path / "original")
+    convert_checkpoint(tmp_path / "original", tmp_path / "yoso")
+    for folder, counts in (("original", [4, 4]), ("yoso", [2, 9])):
+        file = Tokenizer.from_file(str(tmp_path / folder / "tokenizer.json"))
+        assert [len(file.encode("a " * count).ids) for count in (0, 7)] == counts
 
 
 def test_half_precision_becomes_float32(tokenizers, tmp_path):

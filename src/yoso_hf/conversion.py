@@ -346,6 +346,10 @@ def convert_checkpoint(
         if texts and length < shortest:
             raise ValueError(f"max_position_embeddings must be at least {shortest} for texts, got {length}")
         tokenizer.model_max_length = length
+        if tokenizer.is_fast:
+            # a sentence encoder's file has both for its own length, which the tokenizers library goes by
+            tokenizer.backend_tokenizer.no_truncation()
+            tokenizer.backend_tokenizer.no_padding()
     config = YosoConfig(**settings, max_position_embeddings=length)
 
     model = read.target_class(config)
