@@ -58,7 +58,8 @@ model = {auto_class}.from_pretrained("{repo_id}")
 tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
 ```
 
-Without it, on the code in this repository, plain PyTorch: the same outputs, slower.
+Without it, on the code in this repository, plain PyTorch: the same outputs, slower, and exact softmax where `auto`
+would sample it.
 
 ```python
 from transformers import {auto_class}, AutoTokenizer
