@@ -467,10 +467,13 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
-    """A file to write to, which takes another's place once all is written and is gone if that fails.
+    """A context to write a file of any kind whole or not at all.
 
     Args:
-        path: the file whose place it takes; its directory is created.
+        path: the file; its directory is created.
+
+    Yields:
+        Where to write: what is there takes the file's place at the end, and is removed if anything fails before.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
