@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
+import yoso_hf
+
 ROOT = Path(__file__).parent.parent
 LOADER = f"ld-linux-{platform.machine()}".replace("_", "-")
 
@@ -250,6 +252,14 @@ def test_other_compilers_take_the_cpu_kernels_without_a_warning(target):
 def test_the_kernels_are_compiled_as_cpp20_whatever_torch_takes():
     """torch 2.11 adds the standard of 2017 where none is named, and later ones that of 2020."""
     assert "-std=c++20" in cxx_flags()
+
+
+def test_one_version_everywhere(tmp_path):
+    root = copy_sources(tmp_path)
+    run = subprocess.run([sys.executable, "setup.py", "--version"], cwd=root, capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1] == yoso_hf.__version__
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited[1] == yoso_hf.__version__
 
 
 def test_an_old_setuptools_is_named(tmp_path):

@@ -395,6 +395,55 @@ def test_eval_is_deterministic(use_fast_hash, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_expectation": True},
+        {"num_hash": 40},
+        {"hash_code_len": 3},
+        {"hash_code_len": [[4, 7, 5, 3], [5, 3, 1, 2]]},
+        {"hash_seed": 3},
+        {"use_fast_hash": False},
+        {"normalization": "sum"},
+        {"normalization": "sum", "similarity": "softmax"},
+        {"local_window": 3},
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_settings_are_read_at_each_call(settings, compiled):
+    model = make_model(YosoModel, use_expectation=False, num_hash=8)
+    other = make_model(YosoModel, **{"use_expectation": False, "num_hash": 8, **settings})
+    other.load_state_dict(model.state_dict())
+    ids, before, after = make_ids(2, 20), copy.deepcopy(model.config), other.config
+    run = torch.compile(model, backend="eager") if compiled else model
+    expected = model(ids).last_hidden_state, other(ids).last_hidden_state
+    assert (expected[0] - expected[1]).abs().max() > 1e-4
+    # there and back, and there again after a cast, which draws the hash functions again
+    for config, states in ((before, expected[0]), (after, expected[1]), (before, expected[0])):
+        for name in settings:
+            setattr(model.config, name, getattr(config, name))
+        assert torch.equal(run(ids).last_hidden_state, states)
+    for name in settings:
+        setattr(model.config, name, getattr(after, name))
+    assert torch.equal(model.double().float()(ids).last_hidden_state, expected[1])
+
+
+@torch.no_grad()
+def test_changed_settings_sample_what_was_exact():
+    model = make_model(YosoModel, use_expectation=True)
+    ids = make_ids(2, 20)
+    exact = model(ids).last_hidden_state
+    model.config.use_expectation = False
+    sampled = model(ids).last_hidden_state
+    assert torch.equal(model(ids).last_hidden_state, sampled)
+    errors = []
+    for num_hash in (16, 4096):
+        model.config.num_hash = num_hash
+        errors.append((model(ids).last_hidden_state - exact).norm())
+    assert errors[1] < errors[0] / 4
+
+
+@torch.no_grad()
 def test_eval_without_hash_seed_draws_afresh():
     model = make_model(YosoModel, use_expectation=False, hash_seed=None)
     ids = make_ids(2, 20)
@@ -438,7 +487,7 @@ def test_lsh_backward_chooses_the_gradient(lsh_backward):
     model = make_model(YosoForMaskedLM, use_expectation=False, lsh_backward=lsh_backward, num_hash=2)
     sampled = gradients(model, input_ids=ids, labels=ids)
     name = "yoso.encoder.layer.1.attention.self.query.weight"
-    model.yoso.encoder.layer[1].attention.self.backward = "expectation"
+    model.config.lsh_backward = False
     changed = gradients(model, input_ids=ids, labels=ids)[name] - sampled[name]
     assert (changed.abs().max() > 1e-5) == lsh_backward
 

@@ -42,6 +42,8 @@ for auto_class, model_class in {
 AutoTokenizer.register(YosoConfig, RobertaTokenizer, exist_ok=True)
 register_attention()
 
+__version__ = "0.1.0"
+
 __all__ = [
     "HashFunctions",
     "YosoConfig",

@@ -13,8 +13,8 @@ class YosoConfig(PreTrainedConfig):
 
     The keys and defaults are those of transformers' own YosoConfig, with `normalization`, `similarity`,
     `local_window`, `hash_seed`, `sparse_prediction` and `classifier_activation` added; they give the shape of
-    [uw-madison/yoso-4096](https://huggingface.co/uw-madison/yoso-4096). The attention reads them when the model is
-    built: changing them later has no effect on it.
+    [uw-madison/yoso-4096](https://huggingface.co/uw-madison/yoso-4096). The attention reads its settings at each call,
+    all but conv_window: they may be changed while a model is in memory, and are saved as they are.
 
     Args:
         vocab_size: tokens in the vocabulary, >= 1.

@@ -82,7 +82,10 @@ class YosoEmbeddings(nn.Module):
 
 
 class YosoSelfAttention(nn.Module):
-    """Multi-head YOSO attention, with the convolution of YOSO-C where the configuration asks for it."""
+    """Multi-head YOSO attention, with the convolution of YOSO-C where the configuration asks for it.
+
+    Its other settings are read from the configuration at each call.
+    """
 
     def __init__(self, config: YosoConfig, layer_idx: int):
         super().__init__()
@@ -90,17 +93,6 @@ class YosoSelfAttention(nn.Module):
         self.layer_idx = layer_idx
         self.num_heads = config.num_attention_heads
         self.head_dim = config.hidden_size // config.num_attention_heads
-        self.num_hash = config.num_hash
-        self.hash_code_len = config.hash_code_len
-        if not isinstance(self.hash_code_len, int):
-            self.hash_code_len = self.hash_code_len[layer_idx]
-        self.normalization = config.normalization
-        self.similarity = config.similarity
-        self.local_window = config.local_window
-        self.hash_kind = "hadamard" if config.use_fast_hash else "gaussian"
-        self.hash_seed = config.hash_seed
-        self.expectation = config.use_expectation
-        self.backward = "sampled" if config.lsh_backward else "expectation"
 
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
@@ -115,38 +107,60 @@ class YosoSelfAttention(nn.Module):
                 groups=self.num_heads,
                 bias=False,
             )
-        seeded = self.hash_seed is not None and self.expectation is not True
-        hash_parameters = self.seeded_hash_parameters() if seeded else None
-        if seeded and not self.query.weight.is_meta:
-            # torch.set_default_device and torch.device as a context move the weights
-            hash_parameters = hash_parameters.to(self.query.weight.device)
-        self.register_buffer("hash_parameters", hash_parameters, persistent=False)
+        self.register_buffer("hash_parameters", None, persistent=False)
+        # torch.set_default_device and torch.device as a context move the weights
+        self.keep_hash_parameters("cpu" if self.query.weight.is_meta else self.query.weight.device)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         if self.hash_parameters is not None:
             # half() would round them to other hash functions, to_empty() lose them
-            self.hash_parameters = self.seeded_hash_parameters().to(self.hash_parameters.device)
+            self.keep_hash_parameters(self.hash_parameters.device)
         return self
 
-    def hash_sizes(self) -> tuple[int, int, int, int]:
-        longest = self.hash_code_len if isinstance(self.hash_code_len, int) else max(self.hash_code_len)
-        return self.num_heads, self.head_dim, self.num_hash, longest
+    @property
+    def hash_code_len(self) -> int | list[int]:
+        by_layer = self.config.hash_code_len
+        return by_layer if isinstance(by_layer, int) else by_layer[self.layer_idx]
 
-    def seeded_hash_parameters(self) -> Tensor:
-        functions = HashFunctions.seeded(
-            self.hash_seed, self.layer_idx, *self.hash_sizes(), kind=self.hash_kind, device="cpu"
-        )
-        return functions.parameters
+    @property
+    def hash_kind(self) -> str:
+        return "hadamard" if self.config.use_fast_hash else "gaussian"
+
+    def hash_sizes(self) -> tuple[int, int, int, int]:
+        lengths = self.hash_code_len
+        longest = lengths if isinstance(lengths, int) else max(lengths)
+        return self.num_heads, self.head_dim, self.config.num_hash, longest
+
+    def hash_settings(self) -> tuple | None:
+        """What the hash functions of evaluation follow from; None: there are none, or they are drawn afresh."""
+        if self.config.use_expectation is True or self.config.hash_seed is None:
+            return None
+        return self.config.hash_seed, self.layer_idx, *self.hash_sizes(), self.hash_kind
+
+    def seeded_hash_parameters(self) -> Tensor | None:
+        settings = self.hash_settings()
+        if settings is None:
+            return None
+        *sizes, kind = settings
+        return HashFunctions.seeded(*sizes, kind=kind, device="cpu").parameters
+
+    def keep_hash_parameters(self, device: torch.device | str) -> None:
+        parameters = self.seeded_hash_parameters()
+        self.hash_parameters = None if parameters is None else parameters.to(device)
+        self.kept_settings = self.hash_settings()
 
     def hash_functions(self, device: torch.device) -> HashFunctions | None:
-        if self.expectation is True:
+        if self.config.use_expectation is True:
             return None
-        if self.training or self.hash_parameters is None:
+        if self.training or self.config.hash_seed is None:
             if self.hash_kind == "hadamard":
                 # yoso_attention draws the same, where it samples
                 return None
             return HashFunctions.sample(*self.hash_sizes(), kind=self.hash_kind, device=device)
+        if self.kept_settings != self.hash_settings():
+            # the configuration has changed
+            self.keep_hash_parameters(device)
         _, head_dim, num_hash, longest = self.hash_sizes()
         return HashFunctions(self.hash_parameters, head_dim, num_hash, longest, kind=self.hash_kind)
 
@@ -164,15 +178,15 @@ class YosoSelfAttention(nn.Module):
 
         kernel = {
             "hash_code_len": self.hash_code_len,
-            "normalization": self.normalization,
-            "similarity": self.similarity,
+            "normalization": self.config.normalization,
+            "similarity": self.config.similarity,
         }
         weights = None
         if kwargs.get("output_attentions", self.config.output_attentions):
-            if self.expectation is not True:
+            if self.config.use_expectation is not True:
                 raise ValueError(
                     "output_attentions=True needs use_expectation=True, got "
-                    f"use_expectation={self.expectation!r}: sampled attention never forms its weights"
+                    f"use_expectation={self.config.use_expectation!r}: sampled attention never forms its weights"
                 )
             weights = attention_weights(query, key, key_mask, **kernel)
         context = yoso_attention(
@@ -180,11 +194,11 @@ class YosoSelfAttention(nn.Module):
             key,
             value,
             key_mask,
-            num_hash=self.num_hash,
-            expectation=self.expectation,
+            num_hash=self.config.num_hash,
+            expectation=self.config.use_expectation,
             hash_functions=self.hash_functions(query.device),
-            backward=self.backward,
-            local_window=self.local_window,
+            backward="sampled" if self.config.lsh_backward else "expectation",
+            local_window=self.config.local_window,
             **kernel,
         )
         if self.conv is not None:
