@@ -920,6 +920,8 @@ def test_refused_arguments(tokenizers, tmp_path, monkeypatch):
             convert_checkpoint(source, ".")
     with pytest.raises(ValueError, match="max_position_embeddings must be at least 1, got 0"):
         convert_checkpoint(source, tmp_path / "yoso", max_position_embeddings=0)
+    with pytest.raises(ValueError, match="max_position_embeddings must be an integer, got '512'"):
+        convert_checkpoint(source, tmp_path / "yoso", max_position_embeddings="512")
     with pytest.raises(ValueError, match="max_position_embeddings must be at least 3 for texts, got 2"):
         convert_checkpoint(source, tmp_path / "yoso", max_position_embeddings=2, texts=["one text"])
     with pytest.raises(ValueError, match="position_method must be one of"):

@@ -34,6 +34,7 @@ from transformers import (
 
 from .attention_interface import SETTINGS, has_settings, read_settings
 from .configuration_yoso import YosoConfig
+from .hashing import check_integer
 from .mlm import Masking
 from .modeling_yoso import (
     IGNORED_LABEL,
@@ -310,8 +311,8 @@ def convert_checkpoint(
     """
     output_dir = Path(output_dir)
     _check_output(output_dir, source, overwrite)
-    if max_position_embeddings is not None and max_position_embeddings < 1:
-        raise ValueError(f"max_position_embeddings must be at least 1, got {max_position_embeddings}")
+    if max_position_embeddings is not None:
+        check_integer("max_position_embeddings", max_position_embeddings, 1)
     if position_method not in POSITION_METHODS:
         raise ValueError(f"position_method must be one of {POSITION_METHODS}, got {position_method!r}")
     if texts is not None and (isinstance(texts, str) or not texts):

@@ -58,8 +58,7 @@ model = {auto_class}.from_pretrained("{repo_id}")
 tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
 ```
 
-Without it, on the code in this repository, plain PyTorch: the same outputs, slower, and exact softmax where `auto`
-would sample it.
+Without it, on the code in this repository, plain PyTorch: the same outputs, slower{but_exact}.
 
 ```python
 from transformers import {auto_class}, AutoTokenizer
@@ -142,6 +141,7 @@ def model_card(model: YosoPreTrainedModel, repo_id: str, *, training: str | None
         )
     if training:
         sections += f"\n## Training\n\n{training}\n"
+    samples_softmax = model.config.similarity == "softmax" and model.config.use_expectation == "auto"
     if model.config.similarity == "cosine":
         header = ("attention", "pass", *(f"N = {length}" for length in SPEED_LENGTHS))
         speed = _table(header, [(*case, *ratios) for case, ratios in SPEED.items()])
@@ -153,6 +153,7 @@ def model_card(model: YosoPreTrainedModel, repo_id: str, *, training: str | None
             summary=_summary(model),
             settings=_table(("", ""), list(_settings(model).items())),
             auto_class=auto_class,
+            but_exact=", and exact softmax where `auto` would sample it" if samples_softmax else "",
             repo_id=repo_id,
             sections=sections,
         )
