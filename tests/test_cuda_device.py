@@ -82,7 +82,10 @@ def test_work_is_on_the_current_stream(options):
     assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED_SOFTMAX, {**SAMPLED_SOFTMAX, "expectation": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"hash_code_len": [9, 7]}, SAMPLED_SOFTMAX, {**SAMPLED_SOFTMAX, "expectation": True}],
+)
 def test_a_graph_replays_forward_and_backward(options):
     inputs = tensors(1, 2, 1000)
     options = {"hash_functions": HashFunctions.sample(2, 64, 8, 9, device="cuda"), **options}

@@ -177,6 +177,8 @@ CROWDED = [
     (1, 2, 29, 560, 64, 64, 3, 4),
     (1, 2, 700, 60, 48, 64, 3, 4),
 ]
+# products of more columns than are added up at once
+WIDEST = (1, 2, 150, 170, 256, 64, 4, 8)
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -460,7 +462,7 @@ def test_kernels_are_as_accurate_as_pytorch_in_crowded_buckets(data, shape, dtyp
 
 # the last: as many queries as keys
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SPREAD, (2, 2, 97, 97, 64, 64, 1, 1)])
+@pytest.mark.parametrize("shape", [*SPREAD, WIDEST, (2, 2, 97, 97, 64, 64, 1, 1)])
 @pytest.mark.parametrize("data", ["random", "clusters", "mixed"])
 @needs_softmax_kernel
 def test_softmax_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
@@ -469,7 +471,7 @@ def test_softmax_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64])
-@pytest.mark.parametrize("shape", [*SPREAD, (1, 2, 2100, 2200, 64, 64, 1, 1)])
+@pytest.mark.parametrize("shape", [*SPREAD, WIDEST, (1, 2, 2100, 2200, 64, 64, 1, 1)])
 @pytest.mark.parametrize("data", ["random", "clusters", "mixed"])
 def test_first_order_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
     if dtype == torch.float16 and not HAS_SOFTMAX_KERNEL:
@@ -496,7 +498,8 @@ def test_the_weight_of_a_heavy_key_is_exp_of_its_logarithm(shift):
 # the last two: buckets of several parts. More rows of the longest codes: a single pair of those above shares a bucket,
 # and PyTorch's error of one is a matter of luck.
 LONGEST = (1, 1, 401, 353, 8, 200, 3, 16)
-REMAINDER = [*SPREAD[:-1], LONGEST, (1, 2, 150, 333, 64, 64, 3, 2), (1, 1, 65, 129, 32, 32, 2, 1)]
+SHORTER = [shape for shape in SPREAD if shape[-1] < LONGEST[-1]]
+REMAINDER = [*SHORTER, LONGEST, WIDEST, (1, 2, 150, 333, 64, 64, 3, 2), (1, 1, 65, 129, 32, 32, 2, 1)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -381,28 +381,35 @@ struct PickedRows {
   YOSO_INLINE T* operator[](int64_t i) const { return data + picked[i] * stride; }
 };
 
+// products that are added up at once: of 256, in a row, errors were up to 2.4 times those of PyTorch
+constexpr int64_t kLongestSum = 128;
+
 template <class V, bool add, int R, int C, class A, class B, class To>
 YOSO_INLINE void multiply_tile(int64_t K, A a, int64_t a_step, B b, To c, int64_t i, int64_t j) {
-  // from zero: small sums, added up to c last, are rounded less than a long one
-  V sum[R][C] = {};
   const Element<V>* factors[R];
   for (int r = 0; r < R; ++r) factors[r] = a[i + r];
-  for (int64_t k = 0; k < K; ++k) {
-    V row[C];
-    for (int v = 0; v < C; ++v) row[v] = load<V>(b[k] + j + v * kLanes<V>);
-    for (int r = 0; r < R; ++r) {
-      const Element<V> factor = factors[r][k * a_step];
-      for (int v = 0; v < C; ++v) sum[r][v] += factor * row[v];
+  int64_t k = 0;
+  do {
+    const bool onto = add || k > 0;
+    // from zero: small sums, added up to c last, are rounded less than a long one
+    V sum[R][C] = {};
+    for (const int64_t end = std::min(K, k + kLongestSum); k < end; ++k) {
+      V row[C];
+      for (int v = 0; v < C; ++v) row[v] = load<V>(b[k] + j + v * kLanes<V>);
+      for (int r = 0; r < R; ++r) {
+        const Element<V> factor = factors[r][k * a_step];
+        for (int v = 0; v < C; ++v) sum[r][v] += factor * row[v];
+      }
     }
-  }
-  // asked for: GCC unrolls these loops late otherwise, and keeps the sums in memory till then
+    // asked for: GCC unrolls these loops late otherwise, and keeps the sums in memory till then
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < C; ++v) {
-      Element<V>* to = c[i + r] + j + v * kLanes<V>;
-      store<V>(to, add ? load<V>(to) + sum[r][v] : sum[r][v]);
-    }
+      for (int v = 0; v < C; ++v) {
+        Element<V>* to = c[i + r] + j + v * kLanes<V>;
+        store<V>(to, onto ? load<V>(to) + sum[r][v] : sum[r][v]);
+      }
+  } while (k < K);
 }
 
 // what most products do between their tiles

@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kCountThreads, 2) count_by_planes_kernel(Count
   uint32_t* const my_planes = shared_memory<uint32_t>();
   const uint32_t* const from = codes.plane_of(codes.mine, batch_head, (p.first_strip + strip) * kStripKeys);
   for (int32_t i = threadIdx.x; i < codes.planes() * kStripKeys; i += kCountThreads)
-    my_planes[i] = from[i / kStripKeys * plane_length(codes.mine.length) + i % kStripKeys];
+    my_planes[i] = from[int64_t{i / kStripKeys} * plane_length(codes.mine.length) + i % kStripKeys];
   __syncthreads();
   const int32_t length = plane_length(codes.others.length), pairs = p.tiles * kTileQueries / 2;
 #pragma unroll 1

@@ -17,7 +17,8 @@ struct CollidingPairs {
   const uint8_t* counts = nullptr;
 
   CollidingPairs swapped() const { return {codes.swapped()}; }
-  // A row that is no number is none either: it would spoil the sums of all others, not of those in its buckets alone.
+  // A row that is no number is none either: it would spoil the sums of all others, not of those in its buckets alone,
+  // as a value or a gradient that is none does.
   __device__ bool is_real(int64_t batch_head, int64_t row, float inverse_length) const {
     return codes.is_real(batch_head, row) && inverse_length >= 0;
   }

@@ -260,14 +260,15 @@ def yoso_attention(
     if isinstance(hash_code_len, int):
         out = of_heads(hash_code_len, hash_functions, query, key, value)
     else:
-        # heads of the same length together
-        order, outs = [], []
+        # heads of the same length together; not by lists as indices, which no CUDA graph copies to the GPU
+        outs = [None] * heads
         for length in sorted(set(hash_code_len)):
             chosen = [head for head in range(heads) if hash_code_len[head] == length]
             functions = None if hash_functions is None else hash_functions.part(chosen, length)
-            outs.append(of_heads(length, functions, *(x[:, chosen] for x in (query, key, value))))
-            order += chosen
-        out = torch.cat(outs, dim=1)[:, [order.index(head) for head in range(heads)]]
+            rows = (torch.stack([x[:, head] for head in chosen], dim=1) for x in (query, key, value))
+            for head, out in zip(chosen, of_heads(length, functions, *rows).unbind(1), strict=True):
+                outs[head] = out
+        out = torch.stack(outs, dim=1)
     if normalization == "sum":
         out = _divide(out[..., :columns], out[..., -1:])
     return out.to(out_dtype)
@@ -365,7 +366,7 @@ def _sampled_softmax(
     # as wide as their means
     query, key, weight, light = query - query_mean, key - key_mean, weight.squeeze(-1), light.squeeze(-1)
     length = _bits_for(key.shape[2], functions.hash_code_len)
-    functions = functions.part(slice(None), length)
+    functions = functions.part(None, length)
     query_codes = functions.codes(query.detach(), None if real_queries is None else key_mask)
     key_codes = functions.codes(key.detach(), key_mask)
     rows = query.to(dtype), key.to(dtype), value

@@ -155,16 +155,19 @@ class HashFunctions:
         device = torch.get_default_device() if device is None else device
         return cls(functions.parameters.to(device), head_dim, num_hash, hash_code_len, kind)
 
-    def part(self, heads: list[int] | slice, hash_code_len: int) -> "HashFunctions":
+    def part(self, heads: list[int] | None, hash_code_len: int) -> "HashFunctions":
         """The functions of some of the heads, with the first bits of their codes only.
 
         Args:
-            heads: indices of heads; a slice needs no copy of them to a GPU.
+            heads: indices of heads, in their order; None: all of them.
             hash_code_len: bits of a code to keep, at most those there are.
         """
         blocks = self.parameters.shape[1] - 2 if self.kind == "hadamard" else self.parameters.shape[1]
         rows = blocks // self.hash_code_len * hash_code_len + (2 if self.kind == "hadamard" else 0)
-        parameters = self.parameters[heads, :rows].contiguous()
+        parameters = self.parameters[:, :rows].contiguous()
+        if heads is not None:
+            # not by a list as an index, which would have to be copied to the GPU
+            parameters = torch.stack([parameters[head] for head in heads])
         return HashFunctions(parameters, self.head_dim, self.num_hash, hash_code_len, self.kind)
 
     def codes(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
