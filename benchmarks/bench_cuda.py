@@ -22,6 +22,7 @@ kernels: what each kernel of our attention takes, by torch's profiler; some begi
 import argparse
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -377,14 +378,21 @@ def main() -> None:
     args = parse_arguments(parser)
     if args.authors is not None and not (args.authors / AUTHORS_SOURCES).is_dir():
         parser.error(f"--authors {args.authors}: a clone of mlpen/YOSO has {AUTHORS_SOURCES}, this has not")
-    rows, table = [], []
+    rows, table, failed = [], [], []
     for name in args.groups:
-        for part_rows, part_table in GROUPS[name](args):
-            rows += [{"group": name, **row} for row in part_rows]
-            table += part_table
-            # not at the end: a run may be cut short
-            write_results(args, rows, table)
+        try:
+            for part_rows, part_table in GROUPS[name](args):
+                rows += [{"group": name, **row} for row in part_rows]
+                table += part_table
+                # not at the end: a run may be cut short
+                write_results(args, rows, table)
+        except (SystemExit, RuntimeError) as error:
+            # the others may be right, and a GPU be had no more
+            failed.append(f"{name}: {error}")
+            print(failed[-1], flush=True)
     print_table(table)
+    if failed:
+        sys.exit("\n".join(["", "failed:", *failed]))
 
 
 if __name__ == "__main__":

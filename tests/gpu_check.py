@@ -6,6 +6,7 @@ the exit status says whether all passed.
 """
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +25,12 @@ TESTS = ["cuda_device", "ops", "kernels", "hashing", "local_window", "attention"
 MOST_WORKERS = 12
 # seconds for all, of which the benchmarks get what the steps before leave
 LIMIT = 470
+# of a test: one that hangs is named then, and ends with its worker
+TEST_LIMIT = 75
+# of a step that is stopped, to say where it is
+LAST_SECONDS = 10
+# what is printed once more at the end of what a step that did not pass printed, characters
+LAST_CHARACTERS = 3000
 # how a step may end beside passing
 NOT_SUPPORTED, NOT_FOUND = "not supported", "not found"
 # these measure the CPU's memory, whatever the device
@@ -50,33 +58,61 @@ torch.cuda.synchronize()
 """
 
 
-def run(name: str, command: list[str], limit: int, **environment: str) -> tuple[str, str, float]:
-    """Run a step, and print what it printed; its name, how it ended, and the seconds it took."""
+class Step(NamedTuple):
+    """A step, how it ended, the seconds it took and what it printed."""
+
+    name: str
+    result: str
+    seconds: float
+    output: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.result in ("passed", NOT_FOUND, NOT_SUPPORTED)
+
+
+def run(name: str, command: list[str], limit: int, **environment: str) -> Step:
+    """Run a step, and print what it printed."""
     start = perf_counter()
     paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
     # ninja, which builds on all cores, may be installed beside an interpreter that is not on the path
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    # Python says where it is when it is stopped
+    environment["PYTHONFAULTHANDLER"] = "1"
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": ROOT, "env": environment}
-    with subprocess.Popen(command, start_new_session=True, **options) as step:
+    # not as a context, which waits for the end, and a kernel may not come to one
+    step = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        output, _ = step.communicate(timeout=limit)
+        result = "passed" if step.returncode == 0 else f"FAILED ({step.returncode})"
+        # what compute-sanitizer says on some virtual machines
+        if step.returncode != 0 and b"Device not supported" in output:
+            result = NOT_SUPPORTED
+    except subprocess.TimeoutExpired:
+        output, result = stop(step), f"STOPPED after {limit} s"
+    printed = output.decode(errors="replace")
+    print(f"\n== {name}\n{printed}", flush=True)
+    return Step(name, result, perf_counter() - start, printed)
+
+
+def stop(step: subprocess.Popen) -> bytes:
+    """End a step with all that it has started, which would go on beside the next one; what it printed."""
+    output = None
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        os.killpg(step.pid, number)
         try:
-            output, _ = step.communicate(timeout=limit)
-            result = "passed" if step.returncode == 0 else f"FAILED ({step.returncode})"
-            # what compute-sanitizer says on some virtual machines
-            if step.returncode != 0 and b"Device not supported" in output:
-                result = NOT_SUPPORTED
-        except subprocess.TimeoutExpired:
-            # with all that it has started, which would go on beside the next step
-            os.killpg(step.pid, signal.SIGKILL)
-            output, _ = step.communicate()
-            result = f"STOPPED after {limit} s"
-    print(f"\n== {name}\n{output.decode(errors='replace')}", flush=True)
-    return name, result, perf_counter() - start
+            return step.communicate(timeout=LAST_SECONDS)[0]
+        except subprocess.TimeoutExpired as error:
+            output = error.output
+    return output or b""
 
 
 def main() -> int:
     if not torch.cuda.is_available():
         sys.exit("gpu-check needs a GPU that torch can use; torch.cuda.is_available() is False")
+    # an aborted process has many GB of addresses
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     major, minor = torch.cuda.get_device_capability()
     start = perf_counter()
     python = sys.executable
@@ -84,12 +120,13 @@ def main() -> int:
     # compute-sanitizer names lines of the source then
     settings = {"YOSO_CUDA": "1", "YOSO_CUDA_ARCHS": f"{major}{minor}", "NVCC_APPEND_FLAGS": "-lineinfo"}
     steps = [run("build", build, 200, **settings)]
-    if steps[-1][1] == "passed":
+    if steps[-1].result == "passed":
         # without them the tests would be skipped, which passes
         steps.append(run("load", [python, "-c", LOADED], 30))
-    if steps[-1][1] == "passed":
+    if steps[-1].result == "passed":
         workers = str(max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) - 2)))
         pytest = [python, "-m", "pytest", "-q", "-n", workers, "-p", "no:cacheprovider", "-k", LEFT_OUT]
+        pytest += ["-o", f"faulthandler_timeout={TEST_LIMIT}", "-o", "faulthandler_exit_on_timeout=true"]
         files = [f"tests/test_{name}.py" for name in TESTS]
         sanitizer = shutil.which("compute-sanitizer")
         # failed calls of torch's libraries are none of ours; our own raise
@@ -101,13 +138,17 @@ def main() -> int:
                 together.append(pool.submit(run, tool, command, 180, PYTORCH_NO_CUDA_MEMORY_CACHING="1"))
         steps += [step.result() for step in together]
         if sanitizer is None:
-            steps.append(("compute-sanitizer", NOT_FOUND, 0.0))
+            steps.append(Step("compute-sanitizer", NOT_FOUND, 0.0))
         left = int(LIMIT - (perf_counter() - start))
         steps.append(run("benchmarks", [python, "benchmarks/bench_cuda.py", "--seconds", "1"], left))
+    for step in steps:
+        if not step.passed:
+            # where only the end of all this is at hand
+            print(f"\n== {step.name}, the end of it\n{step.output[-LAST_CHARACTERS:]}")
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for name, result, seconds in steps:
-        print(f"{name:26s} {result:20s} {seconds:6.0f} s")
-    return int(any(result not in ("passed", NOT_FOUND, NOT_SUPPORTED) for _, result, _ in steps))
+    for step in steps:
+        print(f"{step.name:26s} {step.result:20s} {step.seconds:6.0f} s")
+    return int(not all(step.passed for step in steps))
 
 
 if __name__ == "__main__":

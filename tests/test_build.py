@@ -288,10 +288,37 @@ def test_required_cuda_that_is_missing_is_an_error(tmp_path):
 
 def test_a_step_of_gpu_check_ends_in_time_with_all_that_it_started():
     start = perf_counter()
-    name, result, seconds = gpu_check.run("long", ["sh", "-c", "sleep 60 & sleep 60"], 1)
-    assert (name, result) == ("long", "STOPPED after 1 s")
+    step = gpu_check.run("long", ["sh", "-c", "echo begun; sleep 60 & sleep 60"], 1)
+    assert (step.name, step.result) == ("long", "STOPPED after 1 s")
     # the process in the background holds the pipe that is read
-    assert 1 <= seconds <= perf_counter() - start < 30
+    assert 1 <= step.seconds <= perf_counter() - start < 30
+    assert step.output.startswith("begun\n")
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_step_of_gpu_check_that_is_stopped_says_where_it_was(ignores, monkeypatch):
+    monkeypatch.setattr(gpu_check, "LAST_SECONDS", 2)
+    code = "import signal, time\nprint('begun', flush=True)\ndef wait_for_the_kernel(): time.sleep(60)\n"
+    if ignores:
+        # as a process does that waits in the driver
+        code += "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGABRT])\n"
+    step = gpu_check.run("hangs", [sys.executable, "-c", code + "wait_for_the_kernel()"], 3)
+    assert step.result == "STOPPED after 3 s" and "begun" in step.output
+    assert ("wait_for_the_kernel" in step.output) == (not ignores)
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_gpu_check_ends_with_what_failed(monkeypatch, capsys):
+    def run(name, *_, **__):
+        if name in ("tests", "benchmarks"):
+            return gpu_check.Step(name, "FAILED (1)", 0.0, f"{name} begin{'.' * 5000}{name} end")
+        return gpu_check.Step(name, "passed", 0.0, f"{name} passed")
+
+    monkeypatch.setattr(gpu_check, "run", run)
+    assert gpu_check.main() == 1
+    printed = capsys.readouterr().out
+    assert "tests end" in printed and "benchmarks end" in printed and "begin" not in printed
+    assert "build passed" not in printed
 
 
 def test_a_step_of_gpu_check_may_find_a_device_that_a_tool_does_not_support():
@@ -300,7 +327,7 @@ def test_a_step_of_gpu_check_may_find_a_device_that_a_tool_does_not_support():
         (1, "ERROR SUMMARY: 1 error", "FAILED (1)"),
         (0, "Device not supported", "passed"),
     ):
-        assert gpu_check.run("memcheck", ["sh", "-c", f"echo {message}; exit {status}"], 30)[1] == expected
+        assert gpu_check.run("memcheck", ["sh", "-c", f"echo {message}; exit {status}"], 30).result == expected
 
 
 @pytest.fixture
@@ -316,7 +343,7 @@ def test_gpu_check_does_not_pass_without_kernels(monkeypatch):
 
     def run(name, *_, **__):
         started.append(name)
-        return name, "FAILED (1)" if name == "load" else "passed", 0.0
+        return gpu_check.Step(name, "FAILED (1)" if name == "load" else "passed", 0.0)
 
     monkeypatch.setattr(gpu_check, "run", run)
     assert gpu_check.main() == 1
@@ -331,7 +358,7 @@ def test_the_limits_of_gpu_check_add_up_to_less_than_eight_minutes(monkeypatch):
     def run(name, command, limit, **_):
         limits[name] = limit
         assert command
-        return name, "passed", 0.0
+        return gpu_check.Step(name, "passed", 0.0)
 
     monkeypatch.setattr(gpu_check, "run", run)
     monkeypatch.setattr(gpu_check.shutil, "which", lambda name: name)
