@@ -579,6 +579,30 @@ def test_the_time_of_a_call_is_told_by_kernels(monkeypatch):
     assert bench_cuda.kernel_name(name) == "add_kernel<BFloat16, Plan<64> >"
 
 
+def test_a_group_of_the_gpu_s_benchmark_that_fails_is_named_after_the_others(monkeypatch, tmp_path, capsys):
+    def group_of(row, error=None):
+        def group(args):
+            yield [{"case": row}], [harness.compare(row, 2.0, asked=1, aim=3)]
+            if error is not None:
+                raise error
+
+        return group
+
+    groups = {
+        "attention": group_of("first", SystemExit("wrong result of a case")),
+        "float32": group_of("second", torch.OutOfMemoryError("of the GPU")),
+        "exact": group_of("third"),
+    }
+    monkeypatch.setattr(bench_cuda, "GROUPS", groups)
+    output = tmp_path / "results.json"
+    monkeypatch.setattr(sys, "argv", ["bench_cuda.py", "--output", str(output), "--groups", *groups])
+    with pytest.raises(SystemExit, match="attention: wrong result of a case\nfloat32: of the GPU$"):
+        bench_cuda.main()
+    assert [row["case"] for row in json.loads(output.read_text())["rows"]] == ["first", "second", "third"]
+    # the table, whatever failed
+    assert "third" in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_a_directory_without_the_authors_sources_is_refused(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["bench_cuda.py", "--authors", str(tmp_path), "--output", "x"])
     with pytest.raises(SystemExit):
