@@ -581,7 +581,7 @@ def test_the_time_of_a_call_is_told_by_kernels(monkeypatch):
 
 def test_a_group_of_the_gpu_s_benchmark_that_fails_is_named_after_the_others(monkeypatch, tmp_path, capsys):
     def group_of(row, error=None):
-        def group(args):
+        def group(_):
             yield [{"case": row}], [harness.compare(row, 2.0, asked=1, aim=3)]
             if error is not None:
                 raise error
