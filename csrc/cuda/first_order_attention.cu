@@ -14,6 +14,8 @@ namespace {
 
 // of a tile that a thread has a part of
 constexpr int kMyRows = 8, kThreads = kThreadsFor<kMyRows>;
+// longer products are added up in parts where they become exponents, as exp makes more of what is rounded off
+constexpr int32_t kLongestSum = 128;
 // sums over rows are those of at most so many parts, of at least so many rows
 constexpr int64_t kMaxParts = 64, kMinPartRows = 512;
 
@@ -180,7 +182,10 @@ __device__ __forceinline__ void multiply_heavy(Shared<T>& shared, const TileSour
     load_tile<false, kThreads>(rows, rows_of_head(rows, head, first, count), column, shared.left);
     load_tile<true, kThreads>(keys, heavy_rows(keys, head, p), column, shared.right);
     __syncthreads();
-    multiply_tiles<false>(shared.left, shared.right, products);
+    if (rows.columns > kLongestSum)
+      multiply_tiles_in_parts(shared.left, shared.right, products);
+    else
+      multiply_tiles<false>(shared.left, shared.right, products);
   }
 }
 
