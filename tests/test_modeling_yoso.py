@@ -428,6 +428,26 @@ def test_settings_are_read_at_each_call(settings, compiled):
     assert torch.equal(model.double().float()(ids).last_hidden_state, expected[1])
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_hash": 0}, "num_hash must be at least 1, got 0"),
+        ({"hash_code_len": 17}, r"hash_code_len must be in 1\.\.16, got 17"),
+        ({"hash_code_len": [[4, 4, 4, 4]]}, "one number or 2 lists, one for each layer, got"),
+        ({"hash_code_len": [[4, 4], [4, 4]]}, "hash_code_len must"),
+        ({"similarity": "softmax"}, 'similarity="softmax" needs normalization="sum"'),
+        ({"local_window": -1}, "local_window must be at least 0, got -1"),
+        ({"hash_seed": -1}, r"seed must be in 0\.\.4294967295, got -1"),
+    ],
+)
+def test_changed_settings_are_checked(settings, message):
+    model = make_model(YosoModel, use_expectation=False)
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ValueError, match=message):
+        model(make_ids(2, 20))
+
+
 @torch.no_grad()
 def test_changed_settings_sample_what_was_exact():
     model = make_model(YosoModel, use_expectation=True)

@@ -121,7 +121,15 @@ class YosoSelfAttention(nn.Module):
     @property
     def hash_code_len(self) -> int | list[int]:
         by_layer = self.config.hash_code_len
-        return by_layer if isinstance(by_layer, int) else by_layer[self.layer_idx]
+        if isinstance(by_layer, int):
+            return by_layer
+        # it may have changed after the configuration's own checks
+        if len(by_layer) != self.config.num_hidden_layers:
+            raise ValueError(
+                f"hash_code_len must be one number or {self.config.num_hidden_layers} lists, one for each layer, "
+                f"got {by_layer}"
+            )
+        return by_layer[self.layer_idx]
 
     @property
     def hash_kind(self) -> str:
