@@ -351,6 +351,16 @@ def test_auto_compiled_for_every_length_gives_the_eager_result():
         torch.testing.assert_close((out, *torch.autograd.grad(out, arguments, grad)), expected)
 
 
+def test_compiled_for_every_number_of_heads_and_hash_functions():
+    compiled = torch.compile(yoso_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for heads, num_hash in ((2, 4), (3, 9), (4, 5)):
+        arguments = inputs(1, heads, 20, 20)
+        torch.manual_seed(0)
+        expected = yoso_attention(*arguments, num_hash=num_hash, hash_code_len=5)
+        torch.manual_seed(0)
+        torch.testing.assert_close(compiled(*arguments, num_hash=num_hash, hash_code_len=5), expected)
+
+
 def test_randomness_comes_from_the_global_generator_and_is_shared_by_the_batch():
     query, key, value = inputs(1)
     torch.manual_seed(5)

@@ -8,12 +8,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from yoso_hf import HashFunctions, YosoConfig, YosoModel, attention_interface, yoso_attention
+from yoso_hf import HashFunctions, YosoConfig, YosoModel, attention_interface, hashing, yoso_attention
 from yoso_hf import attention as attention_module
 from yoso_hf.attention import EXACT_TOKENS_PER_HASH
 from yoso_hf.attention_interface import (
     SETTINGS,
-    _kept_hash_functions,
     takes_attention,
     yoso_attention_forward,
     yoso_expectation_attention_forward,
@@ -620,7 +619,7 @@ def test_it_compiles_into_one_graph(expectation, training, similarity, lengths, 
 
 def test_an_exported_model_keeps_its_hash_functions_and_no_other_model_gets_them():
     """torch.export runs the model on tensors without data."""
-    _kept_hash_functions.cache_clear()
+    hashing._kept_parameters.cache_clear()
     model = build("bert", "yoso", yoso_use_expectation=False, yoso_hash_code_len=4)
     ids = tokens()
     exported = torch.export.export(model, (), {"input_ids": ids}, strict=False).module()
@@ -628,6 +627,20 @@ def test_an_exported_model_keeps_its_hash_functions_and_no_other_model_gets_them
     assert type(expected) is torch.Tensor
     for _ in range(2):
         torch.testing.assert_close(exported(input_ids=ids).last_hidden_state, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("randomness", ["error", "different", "same"])
+def test_a_vmapped_model_keeps_its_hash_functions_and_no_other_model_gets_them(randomness):
+    hashing._kept_parameters.cache_clear()
+    model = build("bert", "yoso", yoso_use_expectation=False, yoso_hash_code_len=4)
+    ids = tokens()
+    run = torch.vmap(lambda ids: model(input_ids=ids).last_hidden_state, randomness=randomness)
+    states = run(ids[:, None])[:, 0]
+    assert type(states) is torch.Tensor
+    expected = build("bert", "yoso", yoso_use_expectation=False, yoso_hash_code_len=4)(ids).last_hidden_state
+    torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

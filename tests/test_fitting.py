@@ -6,7 +6,7 @@ import transformers
 from test_attention_interface import VOCAB_SIZE, padded, tokens
 from test_attention_interface import build as build_any
 
-from yoso_hf import fitting, yoso_attention
+from yoso_hf import attention_interface, fitting, yoso_attention
 from yoso_hf.attention_interface import SETTINGS
 from yoso_hf.fitting import fit_hash_code_len
 
@@ -82,8 +82,10 @@ def test_noise_counts_for_a_quarter(monkeypatch):
     assert min(torch.tensor(two.error).flatten() - torch.tensor(eight.error).flatten()) > 0
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_left_as_it_was(caplog):
     model = build("bert", "eager").train()
+    caplog.clear()
+    attention_interface.logger.warning_once.cache_clear()
     model.encoder.layer[0].eval()
     before = copy.deepcopy(model.config.to_dict())
     modes = [module.training for module in model.modules()]
@@ -93,6 +95,8 @@ def test_the_model_is_left_as_it_was():
         raise KeyboardInterrupt
 
     fit_hash_code_len(model, batches())
+    # of settings that another attention does not use
+    assert "holds settings of YOSO" not in caplog.text
     for _ in range(2):
         assert model.config.to_dict() == before
         assert model.config._attn_implementation == "eager"

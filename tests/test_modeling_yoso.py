@@ -2,6 +2,7 @@ import collections
 import copy
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from yoso_hf import (
     YosoForSequenceClassification,
     YosoForTokenClassification,
     YosoModel,
+    hashing,
     modeling_yoso,
 )
 from yoso_hf.attention import EXACT_TOKENS_PER_HASH
@@ -415,9 +417,12 @@ def test_settings_are_read_at_each_call(settings, compiled):
     other = make_model(YosoModel, **{"use_expectation": False, "num_hash": 8, **settings})
     other.load_state_dict(model.state_dict())
     ids, before, after = make_ids(2, 20), copy.deepcopy(model.config), other.config
-    run = torch.compile(model, backend="eager") if compiled else model
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     expected = model(ids).last_hidden_state, other(ids).last_hidden_state
     assert (expected[0] - expected[1]).abs().max() > 1e-4
+    # as in a process that has seen neither
+    hashing._kept_parameters.cache_clear()
+    torch.compiler.reset()
     # there and back, and there again after a cast, which draws the hash functions again
     for config, states in ((before, expected[0]), (after, expected[1]), (before, expected[0])):
         for name in settings:
@@ -426,6 +431,39 @@ def test_settings_are_read_at_each_call(settings, compiled):
     for name in settings:
         setattr(model.config, name, getattr(after, name))
     assert torch.equal(model.double().float()(ids).last_hidden_state, expected[1])
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("way", ["export", "strict export", "functional_call", "vmap", "inference_mode", "meta"])
+@pytest.mark.parametrize("settings", [{}, {"hash_seed": 3}, {"num_hash": 9}, {"use_expectation": False}])
+def test_changed_settings_are_fixed_in_whatever_runs_the_model(settings, way):
+    """What runs the model first after the change must neither draw other functions nor leave others behind."""
+    sizes = {"use_expectation": "use_expectation" in settings, "num_hash": 8}
+    model, other = make_model(YosoModel, **sizes), make_model(YosoModel, **{**sizes, **settings})
+    other.load_state_dict(model.state_dict())
+    ids = make_ids(2, 20)
+    expected = other(ids).last_hidden_state
+    hashing._kept_parameters.cache_clear()
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    if "export" in way:
+        run = torch.export.export(model, (ids,), strict=way == "strict export").module()
+    elif way == "functional_call":
+        state = dict(model.named_parameters()) | dict(model.named_buffers())
+        run = partial(torch.func.functional_call, model, state)
+    elif way == "vmap":
+        run = torch.vmap(lambda ids: model(ids[None]).last_hidden_state[0], randomness="different")
+    elif way == "inference_mode":
+        run = torch.inference_mode()(model)
+    else:
+        state = model.state_dict()
+        model.to("meta").load_state_dict(state, assign=True)
+        run = model
+    for _ in range(2):
+        states = run(ids)
+        assert_near(states if way == "vmap" else states.last_hidden_state, expected)
+    assert_near(model(ids).last_hidden_state, expected)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +475,7 @@ def test_settings_are_read_at_each_call(settings, compiled):
         ({"hash_code_len": [[4, 4], [4, 4]]}, "hash_code_len must"),
         ({"similarity": "softmax"}, 'similarity="softmax" needs normalization="sum"'),
         ({"local_window": -1}, "local_window must be at least 0, got -1"),
-        ({"hash_seed": -1}, r"seed must be in 0\.\.4294967295, got -1"),
+        ({"hash_seed": -1}, r"hash_seed must be in 0\.\.4294967295, got -1"),
     ],
 )
 def test_changed_settings_are_checked(settings, message):

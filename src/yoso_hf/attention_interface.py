@@ -11,14 +11,13 @@ import sys
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 from transformers.utils import logging
 
 from .attention import attention_weights, exact_is_cheaper, yoso_attention
-from .hashing import MAX_SEED, HashFunctions, check_integer
+from .hashing import MAX_SEED, HashFunctions, check_integer, kept_hash_functions
 
 logger = logging.get_logger(__name__)
 
@@ -139,29 +138,6 @@ def _may_cross(module: nn.Module) -> bool:
     if hasattr(module, "is_decoder"):
         return module.is_decoder
     return not OTHER_TOKENS.isdisjoint(inspect.signature(type(module).forward).parameters)
-
-
-@functools.lru_cache(maxsize=128)
-def _kept_hash_functions(seed: int, layer_idx: int, sizes: tuple[int, ...], device: torch.device) -> HashFunctions:
-    # torch.export runs models on tensors without data, which must not be kept
-    with _disable_current_modes():
-        return HashFunctions.seeded(seed, layer_idx, *sizes, device=device)
-
-
-# an operator of compiled models: a graph cannot make the generator that they are drawn from, and torch.compile takes
-# the constants that one function gives to two layers for the same
-@torch.library.custom_op("yoso_hf::seeded_hash_parameters", mutates_args=())
-def _compiled_hash_parameters(query: Tensor, seed: int, layer_idx: int, num_hash: int, hash_code_len: int) -> Tensor:
-    sizes = (query.shape[1], query.shape[3], num_hash, hash_code_len)
-    # what an operator gives must be its own
-    return _kept_hash_functions(seed, layer_idx, sizes, query.device).parameters.clone()
-
-
-@_compiled_hash_parameters.register_fake
-def _(query, seed, layer_idx, num_hash, hash_code_len):
-    sizes = (query.shape[1], query.shape[3], num_hash, hash_code_len)
-    functions = _kept_hash_functions(seed, layer_idx, sizes, torch.device("cpu"))
-    return query.new_empty(functions.parameters.shape, dtype=torch.float)
 
 
 def _refuse(names: tuple[str, ...], module: nn.Module, kwargs: dict) -> None:
@@ -308,12 +284,9 @@ def _hash_functions(module: nn.Module, query: Tensor, key: Tensor, settings: dic
         return None
     lengths = settings["hash_code_len"]
     longest = max(lengths) if isinstance(lengths, (list, tuple)) else lengths
-    sizes = (query.shape[3], settings["num_hash"], longest)
     # layers that are not numbered share their hash functions
     layer_idx = getattr(module, "layer_idx", None) or 0
-    if torch.compiler.is_dynamo_compiling():
-        return HashFunctions(_compiled_hash_parameters(query, seed, layer_idx, *sizes[1:]), *sizes)
-    return _kept_hash_functions(seed, layer_idx, (query.shape[1], *sizes), query.device)
+    return kept_hash_functions(query, seed, layer_idx, query.shape[1], query.shape[3], settings["num_hash"], longest)
 
 
 def make_mask(*, attention_mask: Tensor | None, mask_function, **kwargs) -> Tensor | None:
@@ -395,7 +368,7 @@ def register_attention() -> None:
                 f'{type(self).__name__} does not take attn_implementation="{requested_attention}": {reason}'
             )
         attention = check(self, requested_attention, *args, **kwargs)
-        if attention not in IMPLEMENTATIONS and has_settings(self.config):
+        if not str(attention).startswith("yoso") and has_settings(self.config):
             # transformers saves the settings with a model, but not which attention it had
             logger.warning_once(
                 f"The configuration of {type(self).__name__} holds settings of YOSO (yoso_...), which the attention "

@@ -1,10 +1,14 @@
 """Random hash functions whose collision probability is a power of the angle's complement."""
 
+import functools
+
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .graphs import hash_gaussian_graph, hash_hadamard_graph
-from .ops import hash_gaussian, hash_hadamard
+from .ops import NAMESPACE, hash_gaussian, hash_hadamard
 
 MAX_HASH_CODE_LEN = 16
 # where nothing is hashed, hash_code_len is only the power of the kernel
@@ -119,7 +123,9 @@ class HashFunctions:
             ValueError: a size out of range or an unknown kind.
         """
         shape = cls.parameters_shape(num_heads, head_dim, num_hash, hash_code_len, kind)
-        parameters = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+        # given as None, a generator refuses sizes that a compiler does not know
+        options = {} if generator is None else {"generator": generator}
+        parameters = torch.randn(shape, device=device, dtype=torch.float32, **options)
         if kind == "hadamard":
             parameters[:, :2].sign_()
         return cls(parameters, head_dim, num_hash, hash_code_len, kind)
@@ -191,3 +197,61 @@ class HashFunctions:
         else:
             hash_op = hash_gaussian if self.kind == "gaussian" else hash_hadamard
         return hash_op(x, self.parameters.float(), mask, self.num_hash, self.hash_code_len)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_parameters(seed: int, layer_idx: int, sizes: tuple[int, ...], kind: str, device: torch.device) -> Tensor:
+    # an export and torch.func run models on tensors without data, or on batches of them, which must not be kept
+    with _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+        return HashFunctions.seeded(seed, layer_idx, *sizes, kind=kind, device=device).parameters
+
+
+# an operator of compiled models: a graph cannot make the generator that they are drawn from, and torch.compile takes
+# the constants that one function gives to two layers for the same
+@torch.library.custom_op(f"{NAMESPACE}::seeded_hash_parameters", mutates_args=())
+def _compiled_parameters(
+    like: Tensor,
+    seed: int,
+    layer_idx: int,
+    num_heads: int,
+    head_dim: int,
+    num_hash: int,
+    hash_code_len: int,
+    kind: str,
+) -> Tensor:
+    sizes = (num_heads, head_dim, num_hash, hash_code_len)
+    # what an operator gives must be its own
+    return _kept_parameters(seed, layer_idx, sizes, kind, like.device).clone()
+
+
+@_compiled_parameters.register_fake
+def _(like, seed, layer_idx, num_heads, head_dim, num_hash, hash_code_len, kind):  # noqa: ARG001
+    shape = HashFunctions.parameters_shape(num_heads, head_dim, num_hash, hash_code_len, kind)
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+def kept_hash_functions(
+    like: Tensor,
+    seed: int,
+    layer_idx: int,
+    num_heads: int,
+    head_dim: int,
+    num_hash: int,
+    hash_code_len: int,
+    kind: str = "hadamard",
+) -> HashFunctions:
+    """HashFunctions.seeded, which are drawn once and kept, also where a model is compiled, exported or vmapped.
+
+    Args:
+        like: a tensor on the device that they are for.
+        seed, layer_idx, num_heads, head_dim, num_hash, hash_code_len, kind: as for HashFunctions.seeded.
+
+    Raises:
+        ValueError: a seed or a size out of range, or an unknown kind.
+    """
+    sizes = (num_heads, head_dim, num_hash, hash_code_len)
+    if torch.compiler.is_dynamo_compiling():
+        parameters = _compiled_parameters(like, seed, layer_idx, *sizes, kind)
+    else:
+        parameters = _kept_parameters(seed, layer_idx, sizes, kind, like.device)
+    return HashFunctions(parameters, *sizes[1:], kind)

@@ -34,7 +34,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention import attention_weights, is_exporting, yoso_attention
 from .configuration_yoso import YosoConfig
-from .hashing import HashFunctions, check_integer
+from .hashing import MAX_SEED, HashFunctions, check_integer, kept_hash_functions
 from .reference import less_masked, real_rows
 
 # the first two rows of the position table stand for no position, as in RoBERTa
@@ -107,16 +107,24 @@ class YosoSelfAttention(nn.Module):
                 groups=self.num_heads,
                 bias=False,
             )
+        # of settings that are changed later, hash functions are kept elsewhere
+        self.built_settings = self.hash_settings()
         self.register_buffer("hash_parameters", None, persistent=False)
-        # torch.set_default_device and torch.device as a context move the weights
-        self.keep_hash_parameters("cpu" if self.query.weight.is_meta else self.query.weight.device)
+        if self.built_settings is not None:
+            # torch.set_default_device and torch.device as a context move the weights
+            device = "cpu" if self.query.weight.is_meta else self.query.weight.device
+            self.hash_parameters = self.built_hash_parameters().to(device)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         if self.hash_parameters is not None:
             # half() would round them to other hash functions, to_empty() lose them
-            self.keep_hash_parameters(self.hash_parameters.device)
+            self.hash_parameters = self.built_hash_parameters().to(self.hash_parameters.device)
         return self
+
+    def built_hash_parameters(self) -> Tensor:
+        *sizes, kind = self.built_settings
+        return HashFunctions.seeded(*sizes, kind=kind, device="cpu").parameters
 
     @property
     def hash_code_len(self) -> int | list[int]:
@@ -146,31 +154,20 @@ class YosoSelfAttention(nn.Module):
             return None
         return self.config.hash_seed, self.layer_idx, *self.hash_sizes(), self.hash_kind
 
-    def seeded_hash_parameters(self) -> Tensor | None:
-        settings = self.hash_settings()
-        if settings is None:
-            return None
-        *sizes, kind = settings
-        return HashFunctions.seeded(*sizes, kind=kind, device="cpu").parameters
-
-    def keep_hash_parameters(self, device: torch.device | str) -> None:
-        parameters = self.seeded_hash_parameters()
-        self.hash_parameters = None if parameters is None else parameters.to(device)
-        self.kept_settings = self.hash_settings()
-
-    def hash_functions(self, device: torch.device) -> HashFunctions | None:
+    def hash_functions(self, query: Tensor) -> HashFunctions | None:
         if self.config.use_expectation is True:
             return None
+        if self.config.hash_seed is not None:
+            check_integer("hash_seed", self.config.hash_seed, 0, MAX_SEED)
         if self.training or self.config.hash_seed is None:
             if self.hash_kind == "hadamard":
                 # yoso_attention draws the same, where it samples
                 return None
-            return HashFunctions.sample(*self.hash_sizes(), kind=self.hash_kind, device=device)
-        if self.kept_settings != self.hash_settings():
-            # the configuration has changed
-            self.keep_hash_parameters(device)
-        _, head_dim, num_hash, longest = self.hash_sizes()
-        return HashFunctions(self.hash_parameters, head_dim, num_hash, longest, kind=self.hash_kind)
+            return HashFunctions.sample(*self.hash_sizes(), kind=self.hash_kind, device=query.device)
+        settings = self.hash_settings()
+        if settings != self.built_settings or self.hash_parameters.device != query.device:
+            return kept_hash_functions(query, *settings)
+        return HashFunctions(self.hash_parameters, *settings[3:])
 
     def forward(
         self, hidden_states: Tensor, key_mask: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
@@ -204,7 +201,7 @@ class YosoSelfAttention(nn.Module):
             key_mask,
             num_hash=self.config.num_hash,
             expectation=self.config.use_expectation,
-            hash_functions=self.hash_functions(query.device),
+            hash_functions=self.hash_functions(query),
             backward="sampled" if self.config.lsh_backward else "expectation",
             local_window=self.config.local_window,
             **kernel,
@@ -478,7 +475,7 @@ class YosoPreTrainedModel(PreTrainedModel):
         if isinstance(module, YosoLMPredictionHead):
             init.zeros_(module.bias)
         elif isinstance(module, YosoSelfAttention) and module.hash_parameters is not None:
-            init.copy_(module.hash_parameters, module.seeded_hash_parameters())
+            init.copy_(module.hash_parameters, module.built_hash_parameters())
 
 
 class YosoModel(YosoPreTrainedModel):
