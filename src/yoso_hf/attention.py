@@ -172,12 +172,13 @@ def yoso_attention(
             keys less one of theirs, as softmax does not notice what all keys share, and what the queries share is a
             weight of each key, exp(scale mean of queries . key). That one is exact, and what is left is exp, up to
             exp(120): exact for the 64 keys of the largest weight, and for the others 1 plus the dot product, exact,
-            plus an estimate of the rest, from the pairs whose codes agree in all bits or in none. Its expectation
-            does not depend on hash_code_len: shorter codes are less noisy, and take longer. A query that avoids, by
-            far more than 60 in the exponent, a key that most queries agree on, has no weight that float32 can hold,
-            and gets zero; where a head has exponents beyond 60, that margin of 60 shrinks by as much, down to 22. With
-            N = M, masked positions are no queries there. Needs normalization="sum" and, where sampled, one
-            hash_code_len, backward="sampled" and no local_window.
+            plus an estimate of the rest, from the pairs whose codes agree in all bits or in none. The expectations
+            of that and of the sum of the weights do not depend on hash_code_len: shorter codes are less noisy, and
+            take longer. Their quotient, the output, has a bias of order 1 / num_hash, small beside its noise. A query
+            that avoids, by far more than 60 in the exponent, a key that most queries agree on, has no weight that
+            float32 can hold, and gets zero; where a head has exponents beyond 60, that margin of 60 shrinks by as
+            much, down to 22. With N = M, masked positions are no queries there. Needs normalization="sum" and, where
+            sampled, one hash_code_len, backward="sampled" and no local_window.
         local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are
             sampled: the same expectation with less noise, at a cost of O(N local_window). Needs N = M. 0: none, not
             even a position with itself. Nothing changes where the expectation is computed.

@@ -280,7 +280,7 @@ def convert_checkpoint(
 
     Every weight and every head with an exact counterpart is kept; the rest is new, drawn from torch's global
     generator. A softmax model's attention stays the same where it is computed exactly; where it is sampled, it is an
-    estimate of that without bias, whose noise moves the outputs. A YOSO model keeps its own. A checkpoint of
+    estimate of that, whose noise moves the outputs. A YOSO model keeps its own. A checkpoint of
     sentence-transformers stays one, with its pooling and what else follows.
 
     Args:
