@@ -398,6 +398,22 @@ def test_pairs_that_nobody_asked_for_are_warned_of(run_glue, checkpoints, tmp_pa
     assert (warning in caplog.text) != named
 
 
+@pytest.mark.parametrize("missing", [True, False])
+def test_texts_that_are_missing_in_csv_are_warned_of(run_glue, checkpoints, tmp_path, caplog, missing):
+    path = tmp_path / "train.csv"
+    path.write_text(f"text,label\ngood film,1\n{'' if missing else 'bad'},0\n{'  ' if missing else 'bad'},0\n")
+    run_glue.main(
+        arguments(
+            model_name_or_path=checkpoints / "bert",
+            train_file=path,
+            do_train=True,
+            max_steps=1,
+            output_dir=tmp_path / "run",
+        )
+    )
+    assert ("train.csv: column 'text' is blank in 2 of 3 rows" in caplog.text) == missing
+
+
 def test_own_pairs_with_named_columns_and_float_labels(run_glue, checkpoints, tmp_path):
     rows = [{"a": "good film", "b": "bad plot", "c": "the", "y": value} for value in (-2.5, 0.0, 7.5)]
     path = write_rows(tmp_path / "train.jsonl", rows)

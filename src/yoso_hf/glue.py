@@ -330,8 +330,13 @@ def encode(
     for column in task.columns:
         if not is_text(table.rows.features[column]):
             raise ValueError(f"{table.source}: column {column!r} must hold text, got {table.rows.features[column]}")
-        if None in table.rows.unique(column):
+        texts = table.rows.unique(column)
+        if None in texts:
             raise ValueError(f"{table.source}: column {column!r} has rows without a text")
+        if not all(text.strip() for text in texts):
+            # what a csv file has where a text is missing
+            blank = sum(not text.strip() for text in table.rows[column])
+            logger.warning(f"{table.source}: column {column!r} is blank in {blank} of {len(table.rows)} rows")
     labels = _encode_labels(table, task, label2id, may_be_unlabelled)
 
     def tokenize(batch: dict[str, list]) -> dict[str, list]:
