@@ -23,6 +23,7 @@ import argparse
 import os
 import re
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -389,7 +390,7 @@ def main() -> None:
         except (SystemExit, RuntimeError) as error:
             # the others may be right, and a GPU be had no more
             failed.append(f"{name}: {error}")
-            print(failed[-1], flush=True)
+            traceback.print_exc()
     print_table(table)
     if failed:
         sys.exit("\n".join(["", "failed:", *failed]))

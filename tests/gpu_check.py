@@ -27,8 +27,8 @@ MOST_WORKERS = 12
 LIMIT = 470
 # of a test: one that hangs is named then, and ends with its worker
 TEST_LIMIT = 75
-# of a step that is stopped, to say where it is
-LAST_SECONDS = 10
+# of a step that is stopped, to say where it is, and to end: with both the last one ends within eight minutes
+LAST_SECONDS = 5
 # what is printed once more at the end of what a step that did not pass printed, characters
 LAST_CHARACTERS = 3000
 # how a step may end beside passing

@@ -69,7 +69,7 @@ class Device {
   // Whether there are the instructions of wgmma.h, which are those of this GPU alone: setup.py compiles for sm_90 with
   // these.
   bool has_wgmma() const {
-    // takes the PTX also where there is code for this GPU, and that has none of them
+    // with it the driver compiles the PTX, which has none of them, although there is code for this GPU
     const char* forced = std::getenv("CUDA_FORCE_PTX_JIT");
     if (forced != nullptr && *forced == '1') return false;
     return kNewestArchitecture >= 900 && attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&

@@ -286,7 +286,7 @@ def _hash_functions(module: nn.Module, query: Tensor, key: Tensor, settings: dic
     longest = max(lengths) if isinstance(lengths, (list, tuple)) else lengths
     # layers that are not numbered share their hash functions
     layer_idx = getattr(module, "layer_idx", None) or 0
-    return kept_hash_functions(query, seed, layer_idx, query.shape[1], query.shape[3], settings["num_hash"], longest)
+    return kept_hash_functions(query, seed, layer_idx, (query.shape[1], query.shape[3], settings["num_hash"], longest))
 
 
 def make_mask(*, attention_mask: Tensor | None, mask_function, **kwargs) -> Tensor | None:

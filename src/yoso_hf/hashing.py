@@ -209,49 +209,31 @@ def _kept_parameters(seed: int, layer_idx: int, sizes: tuple[int, ...], kind: st
 # an operator of compiled models: a graph cannot make the generator that they are drawn from, and torch.compile takes
 # the constants that one function gives to two layers for the same
 @torch.library.custom_op(f"{NAMESPACE}::seeded_hash_parameters", mutates_args=())
-def _compiled_parameters(
-    like: Tensor,
-    seed: int,
-    layer_idx: int,
-    num_heads: int,
-    head_dim: int,
-    num_hash: int,
-    hash_code_len: int,
-    kind: str,
-) -> Tensor:
-    sizes = (num_heads, head_dim, num_hash, hash_code_len)
+def _compiled_parameters(like: Tensor, seed: int, layer_idx: int, sizes: list[int], kind: str) -> Tensor:
     # what an operator gives must be its own
-    return _kept_parameters(seed, layer_idx, sizes, kind, like.device).clone()
+    return _kept_parameters(seed, layer_idx, tuple(sizes), kind, like.device).clone()
 
 
 @_compiled_parameters.register_fake
-def _(like, seed, layer_idx, num_heads, head_dim, num_hash, hash_code_len, kind):  # noqa: ARG001
-    shape = HashFunctions.parameters_shape(num_heads, head_dim, num_hash, hash_code_len, kind)
-    return like.new_empty(shape, dtype=torch.float32)
+def _(like, seed, layer_idx, sizes, kind):  # noqa: ARG001
+    return like.new_empty(HashFunctions.parameters_shape(*sizes, kind), dtype=torch.float32)
 
 
 def kept_hash_functions(
-    like: Tensor,
-    seed: int,
-    layer_idx: int,
-    num_heads: int,
-    head_dim: int,
-    num_hash: int,
-    hash_code_len: int,
-    kind: str = "hadamard",
+    like: Tensor, seed: int, layer_idx: int, sizes: tuple[int, int, int, int], kind: str = "hadamard"
 ) -> HashFunctions:
     """HashFunctions.seeded, which are drawn once and kept, also where a model is compiled, exported or vmapped.
 
     Args:
-        like: a tensor on the device that they are for.
-        seed, layer_idx, num_heads, head_dim, num_hash, hash_code_len, kind: as for HashFunctions.seeded.
+        like: a tensor on the device that they are for, of any shape and dtype.
+        seed, layer_idx, kind: as for HashFunctions.seeded.
+        sizes: num_heads, head_dim, num_hash and hash_code_len, as for HashFunctions.seeded.
 
     Raises:
         ValueError: a seed or a size out of range, or an unknown kind.
     """
-    sizes = (num_heads, head_dim, num_hash, hash_code_len)
     if torch.compiler.is_dynamo_compiling():
-        parameters = _compiled_parameters(like, seed, layer_idx, *sizes, kind)
+        parameters = _compiled_parameters(like, seed, layer_idx, list(sizes), kind)
     else:
         parameters = _kept_parameters(seed, layer_idx, sizes, kind, like.device)
     return HashFunctions(parameters, *sizes[1:], kind)

@@ -123,8 +123,8 @@ class YosoSelfAttention(nn.Module):
         return self
 
     def built_hash_parameters(self) -> Tensor:
-        *sizes, kind = self.built_settings
-        return HashFunctions.seeded(*sizes, kind=kind, device="cpu").parameters
+        seed, layer_idx, sizes, kind = self.built_settings
+        return HashFunctions.seeded(seed, layer_idx, *sizes, kind=kind, device="cpu").parameters
 
     @property
     def hash_code_len(self) -> int | list[int]:
@@ -152,7 +152,7 @@ class YosoSelfAttention(nn.Module):
         """What the hash functions of evaluation follow from; None: there are none, or they are drawn afresh."""
         if self.config.use_expectation is True or self.config.hash_seed is None:
             return None
-        return self.config.hash_seed, self.layer_idx, *self.hash_sizes(), self.hash_kind
+        return self.config.hash_seed, self.layer_idx, self.hash_sizes(), self.hash_kind
 
     def hash_functions(self, query: Tensor) -> HashFunctions | None:
         if self.config.use_expectation is True:
@@ -167,7 +167,7 @@ class YosoSelfAttention(nn.Module):
         settings = self.hash_settings()
         if settings != self.built_settings or self.hash_parameters.device != query.device:
             return kept_hash_functions(query, *settings)
-        return HashFunctions(self.hash_parameters, *settings[3:])
+        return HashFunctions(self.hash_parameters, *self.hash_sizes()[1:], self.hash_kind)
 
     def forward(
         self, hidden_states: Tensor, key_mask: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
