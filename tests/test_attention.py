@@ -536,10 +536,12 @@ def test_expectation_at_16384_stays_under_a_gigabyte(path):
             {"hash_functions": HashFunctions.sample(2, 16, 4, 4)},
             "hash_functions are for 2 heads of 16, but query has 3 heads of 16",
         ),
+        ({"hash_functions": 32}, "hash_functions must be None or HashFunctions, got int"),
         ({"similarity": "softmax"}, 'similarity="softmax" needs normalization="sum", as softmax has it, got \'l2\''),
         ({"scale": 0.5}, "scale must be None, or a number above 0 with similarity=\"softmax\", got 0.5 with 'cosine'"),
         ({"similarity": "softmax", "normalization": "sum", "scale": 0}, "got 0 with 'softmax'"),
         ({"similarity": "softmax", "normalization": "sum", "scale": float("inf")}, "got inf with 'softmax'"),
+        ({"similarity": "softmax", "normalization": "sum", "scale": "0.5"}, "got '0.5' with 'softmax'"),
         ({"query": torch.zeros(2, 3, 20, 0)}, "query must have a head_dim of at least 1, got shape"),
     ],
 )

@@ -121,6 +121,25 @@ def test_value_out_of_range(given, name, allowed):
     assert allowed in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"hash_code_len": 1},
+        {"hash_code_len": 32},
+        {"hash_code_len": 16, "use_expectation": False},
+        {"hash_code_len": [[1, 16] * 6] * 12, "use_expectation": "auto"},
+        {"conv_window": 1},
+        {"hash_seed": 0},
+        {"hash_seed": 2**32 - 1},
+        {"hidden_dropout_prob": 1, "attention_probs_dropout_prob": 0},
+        {"num_hash": 1, "num_hidden_layers": 1, "num_attention_heads": 1, "type_vocab_size": 1},
+    ],
+)
+def test_ends_of_ranges_are_in_them(given):
+    config = YosoConfig(**given)
+    assert {name: getattr(config, name) for name in given} == given
+
+
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
     """Directory with the vocab.json and merges.txt of a byte-level BPE, RoBERTa's special tokens first."""

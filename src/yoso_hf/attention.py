@@ -466,7 +466,9 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
     _check_similarity(similarity)
     if similarity == "softmax" and normalization != "sum":
         raise ValueError(f'similarity="softmax" needs normalization="sum", as softmax has it, got {normalization!r}')
-    if scale is not None and (similarity != "softmax" or not 0 < scale < math.inf):
+    if scale is not None and (
+        similarity != "softmax" or not isinstance(scale, (int, float, torch.SymFloat)) or not 0 < scale < math.inf
+    ):
         raise ValueError(
             f'scale must be None, or a number above 0 with similarity="softmax", got {scale!r} with {similarity!r}'
         )
@@ -511,6 +513,8 @@ def _check_hash_code_len(hash_code_len, heads: int, expectation, functions: Hash
 
 
 def _check_hash_functions(functions: HashFunctions, query: Tensor) -> None:
+    if not isinstance(functions, HashFunctions):
+        raise ValueError(f"hash_functions must be None or HashFunctions, got {type(functions).__name__}")
     heads = functions.parameters.shape[0]
     if (heads, functions.head_dim) != (query.shape[1], query.shape[3]):
         raise ValueError(
