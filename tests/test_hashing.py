@@ -216,3 +216,14 @@ SEEDED_CODES = [
     [182, 151, 261, 60, 159],
     [319, 233, 472, 335, 416],
 ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hash_code_len", [1, 2, 5])
+def test_a_part_has_the_first_bits(kind, hash_code_len):
+    functions = HashFunctions.sample(2, 6, 33, hash_code_len, kind=kind)
+    x = torch.randn(1, 2, 50, 6)
+    for length in range(1, hash_code_len + 1):
+        expected = functions.codes(x) % (1 << length)
+        assert torch.equal(functions.part(None, length).codes(x), expected)
+        assert torch.equal(functions.part([1], length).codes(x[:, 1:]), expected[:, 1:])
