@@ -385,8 +385,10 @@ def test_half_precision_is_close_to_float32_and_keeps_values_dtype(expectation):
         assert out.dtype == dtype
         wide = yoso_attention(*(x.float() for x in rounded), **options)
         torch.testing.assert_close(out.float(), wide, rtol=0, atol=tolerance)
-    mixed = yoso_attention(query, key.bfloat16(), value.half(), **options)
-    assert mixed.dtype == torch.float16
+    for dtypes in ((torch.float32, torch.bfloat16, torch.float16), (torch.bfloat16, torch.float32, torch.bfloat16)):
+        rounded = [x.to(dtype) for x, dtype in zip((query, key, value), dtypes, strict=True)]
+        mixed, wide = yoso_attention(*rounded, **options), yoso_attention(*(x.float() for x in rounded), **options)
+        assert torch.equal(mixed, wide.to(dtypes[2]))
 
 
 def test_autocast_and_compile_give_the_eager_result():
