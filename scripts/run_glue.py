@@ -31,7 +31,8 @@
     accelerate launch scripts/run_glue.py configs/glue.yaml --task_name qnli ...
 
 Arguments on the command line override those of the YAML file; transformers' TrainingArguments are allowed. The same
-command with the same output_dir resumes from the last checkpoint. all_results.json there holds the scores.
+command with the same output_dir resumes from the last checkpoint. all_results.json there holds the scores; of a
+resumed run, train_loss is that since it was resumed.
 """
 
 from dataclasses import dataclass, field

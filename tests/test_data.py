@@ -317,6 +317,20 @@ def test_what_cannot_be_read_later_is_named_too(first, second, reason, tmp_path)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("second", ['{"text": null}', '{"body": "two"}', '{"text": " "}'])
+def test_documents_without_a_text_are_warned_of_once(tmp_path, caplog, streaming, second):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + 3 * f"{second}\n")
+    source = f"--train_file {tmp_path}"
+    rows = read_files([str(tmp_path / "a.jsonl")], source, streaming=streaming)
+    documents = select_text(rows, "text", source)
+    for _ in range(2):
+        assert next(iterate_texts(documents, source)) == "one"
+        assert len(list(iterate_texts(documents, source))) == 4
+    warned = caplog.text.count(f"{source} has documents without a text, null or under another name")
+    assert warned == (0 if second == '{"text": " "}' else 1)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 def test_a_file_of_blank_lines_holds_no_documents(tmp_path, streaming):
     (tmp_path / "blank.txt").write_text("\n\n \n")
     files = find_files([str(tmp_path / "blank.txt")], "--train_file")

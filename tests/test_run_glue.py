@@ -630,6 +630,38 @@ def test_numbers_as_text_are_classes_with_a_warning(tmp_path, caplog, ending, la
     assert (warning in caplog.text) == warned
 
 
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+@pytest.mark.parametrize(("other", "warned"), [("neg ", True), (" pos", True), ("neu ", False), ("Neg", False)])
+def test_labels_that_blanks_alone_tell_apart_are_warned_of(tmp_path, caplog, ending, other, warned):
+    path = tmp_path / f"a.{ending}"
+    labels = ("neg", other, "pos")
+    if ending == "csv":
+        path.write_text("text,label\n" + "".join(f"good,{label}\n" for label in labels))
+    else:
+        write_rows(path, [{"text": "good", "label": label} for label in labels])
+    assert sorted(infer_task(read_file("train_file", str(path)), [], "label").labels) == sorted(labels)
+    warning = (
+        f"column 'label' holds labels that differ from others by blanks alone, and are classes of their own: {other!r}"
+    )
+    assert (warning in caplog.text) == warned
+
+
+@pytest.mark.parametrize(
+    ("text", "header"),
+    [
+        ("text;label\ngood;1\n", "text;label"),
+        # as many fields as the header has, and more
+        ("text;label\ngood, fine, long;1\n", "text;label"),
+        ("text\tlabel\ngood\t1\n", "text\\\\tlabel"),
+        ("text|label\ngood|1\n", "text\\|label"),
+    ],
+)
+def test_other_separators_of_a_csv_file_are_named(tmp_path, text, header):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(ValueError, match=f"fields must be separated by commas, but the header is '{header}'"):
+        read_file("train_file", str(tmp_path / "a.csv"))
+
+
 @pytest.mark.parametrize(("labels", "warned"), [((0.0, 1.0, 2.0), True), ((0.0, 0.5), False)])
 def test_a_regression_on_whole_numbers_is_warned_of(tmp_path, caplog, labels, warned):
     """As classes with a missing label become in pandas."""

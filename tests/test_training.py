@@ -116,6 +116,12 @@ def test_no_directory_is_chosen_for_the_user(tmp_path, name):
         (["--per_device_train_batch_size=0"], "--per_device_train_batch_size must be at least 1, got 0"),
         (["--per_device_eval_batch_size=-1"], "--per_device_eval_batch_size must be at least 1, got -1"),
         (["--gradient_accumulation_steps=0"], "--gradient_accumulation_steps must be at least 1, got 0"),
+        (["--weight_decay=-0.1"], "--weight_decay must be at least 0, got -0.1"),
+        (["--weight_decay=nan"], "--weight_decay must be at least 0, got nan"),
+        (["--max_grad_norm=-1"], "--max_grad_norm must be at least 0, got -1"),
+        (["--dataloader_num_workers=-1"], "--dataloader_num_workers must be at least 0, got -1"),
+        (["--save_steps=0"], "--save_steps must be above 0, got 0"),
+        (["--use_cpu", "--fp16"], "--fp16 needs a GPU; on a CPU there is --bf16, with --use_cpu"),
         (["--learning_rate=-1e-3"], "--learning_rate must be a number of at least 0, got -0.001"),
         (["--learning_rate=nan"], "--learning_rate must be a number of at least 0, got nan"),
         (["--eval_do_concat_batches=false"], "--eval_do_concat_batches must be true"),
@@ -126,6 +132,16 @@ def test_no_directory_is_chosen_for_the_user(tmp_path, name):
 def test_values_out_of_range_are_refused(tmp_path, values, message):
     with pytest.raises(ValueError, match=message):
         parse_arguments([TrainingArguments], [f"--output_dir={tmp_path}", *values])
+
+
+def test_ends_of_ranges_are_taken(tmp_path):
+    values = {"weight_decay": 0.0, "max_grad_norm": 0.0, "dataloader_num_workers": 0, "save_steps": 0.5}
+    (args,) = parse_arguments(
+        [TrainingArguments], [f"--{name}={value}" for name, value in values.items()] + [f"--output_dir={tmp_path}"]
+    )
+    assert {name: getattr(args, name) for name in values} == values
+    # without checkpoints it has no effect
+    parse_arguments([TrainingArguments], [f"--output_dir={tmp_path}", "--save_strategy=no", "--save_steps=0"])
 
 
 def test_processes_that_would_train_apart_are_refused(tmp_path, monkeypatch):

@@ -12,6 +12,9 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerBase, RobertaTokenizer
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 # what the "text" builder of datasets calls them
@@ -160,7 +163,7 @@ def iterate_texts(documents: Dataset | IterableDataset, source: str) -> Iterator
         source: where the documents come from, for messages: "--train_file".
 
     Yields:
-        The text of a document, None where it has none.
+        The text of a document, None where it has none; the first of these is warned of.
 
     Raises:
         ValueError: a document cannot be read, or holds something else.
@@ -169,6 +172,10 @@ def iterate_texts(documents: Dataset | IterableDataset, source: str) -> Iterator
         for row in documents:
             if not isinstance(row["text"], str | None):
                 raise ValueError(f"a document must be text, got {row['text']!r}")
+            if row["text"] is None:
+                logger.warning_once(
+                    f"{source} has documents without a text, null or under another name, which are left out"
+                )
             yield row["text"]
     except _READING_ERRORS as error:
         raise _unreadable(f"{source} cannot be read", error) from error

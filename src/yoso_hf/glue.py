@@ -142,11 +142,15 @@ def read_file(argument: str, path: str, texts: Collection[str] = ()) -> Table:
 def _csv_options(path: str) -> dict[str, Any]:
     """What has each cell of a file stay as it is written: pandas, left alone, takes 001 for 1 and null for no text."""
     first = pd.read_csv(path, nrows=1, dtype=str, keep_default_na=False)
+    header = ", ".join(first.columns)
+    if len(first.columns) == 1 and re.search("[;\t|]", header):
+        # which a comma in a text would make an error of another kind
+        raise ValueError(f"fields must be separated by commas, but the header is {header!r}")
     if not len(first):
-        raise ValueError(f"there is nothing below the header, {', '.join(first.columns)}")
+        raise ValueError(f"there is nothing below the header, {header}")
     # which pandas makes of a field more than the header has
     if not isinstance(first.index, pd.RangeIndex):
-        raise ValueError(f"the first row has more fields than the header, {', '.join(first.columns)}")
+        raise ValueError(f"the first row has more fields than the header, {header}")
     features = datasets.Features({column: datasets.Value("string") for column in first.columns})
     return {"features": features, "keep_default_na": False}
 
@@ -257,6 +261,12 @@ def infer_task(
                 "numbers; classes are texts or integers"
             )
         labels = tuple(map(str, sorted(present)))
+        padded = [label for label in labels if label != label.strip() and label.strip() in labels]
+        if padded:
+            logger.warning(
+                f"{table.source}: column {label_column!r} holds labels that differ from others by blanks alone, and "
+                f"are classes of their own: {', '.join(map(repr, padded))}"
+            )
         numbers = [label for label in labels if "." in label and re.search(_NUMBERS["float64"], label)]
         if not is_regression and 2 * len(numbers) > len(labels):
             logger.warning(

@@ -129,6 +129,16 @@ def _similar_name(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {similar[0]}?" if similar else ""
 
 
+_LOWEST_VALUES = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "weight_decay": 0,
+    "max_grad_norm": 0,
+    "dataloader_num_workers": 0,
+}
+
+
 def _check_trainer_arguments(args: TrainingArguments) -> None:
     """Refuse what Trainer would notice only once the data are read and the run is recorded, or not at all."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
@@ -138,9 +148,16 @@ def _check_trainer_arguments(args: TrainingArguments) -> None:
             f"started in {processes} processes, of which Trainer knows {args.world_size}: without a GPU, "
             "several processes need --use_cpu"
         )
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    for name, lowest in _LOWEST_VALUES.items():
+        if not getattr(args, name) >= lowest:
+            raise ValueError(f"--{name} must be at least {lowest}, got {getattr(args, name)}")
+    if args.save_strategy == "steps" and args.save_steps <= 0:
+        raise ValueError(
+            f"--save_steps must be above 0, got {args.save_steps}; --save_strategy no saves no checkpoint"
+        )
+    if args.fp16 and args.device.type == "cpu":
+        # which Trainer would take without a word, and train in float32
+        raise ValueError("--fp16 needs a GPU; on a CPU there is --bf16, with --use_cpu")
     for name, only in (("eval_do_concat_batches", True), ("batch_eval_metrics", False)):
         if getattr(args, name) is not only:
             raise ValueError(f"--{name} must be {str(only).lower()}: metrics are of all batches at once")
