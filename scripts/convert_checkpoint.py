@@ -62,7 +62,10 @@ class ConversionArguments:
     )
     text_file: list[str] | None = field(
         default=None,
-        metadata={"help": "txt, json, jsonl or parquet files, or globs, with texts to compare the outputs on"},
+        metadata={
+            "help": "txt, json, jsonl or parquet files, or globs, txt.gz and the like too, with texts to compare the "
+            "outputs on"
+        },
     )
     text_column: str = field(default="text", metadata={"help": "the column that holds the text"})
     document: str = field(

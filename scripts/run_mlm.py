@@ -127,7 +127,8 @@ class MLMArguments:
         metadata={"help": "its split to evaluate on; default: a share of the training documents"},
     )
     train_file: list[str] | None = field(
-        default=None, metadata={"help": "txt, json, jsonl or parquet files, or globs, instead of the hub"}
+        default=None,
+        metadata={"help": "txt, json, jsonl or parquet files, or globs, txt.gz and the like too, instead of the hub"},
     )
     validation_file: list[str] | None = field(default=None, metadata={"help": "the same, to evaluate on"})
     text_column: str = field(default="text", metadata={"help": "the column that holds the text"})

@@ -1,11 +1,15 @@
+import bz2
+import gzip
 import json
 import logging
+import lzma
 import math
 from decimal import Decimal
 
 import datasets
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, IterableDataset, load_dataset
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
@@ -259,11 +263,13 @@ def test_a_path_is_no_glob(name, streaming, tmp_path):
         (["*.csv"], "--train_file .*csv: no such file"),
         (["empty.txt"], "--train_file .*empty.txt: the file is empty"),
         (["full.txt", "full.jsonl"], "files of one kind, .*; got .jsonl and .txt"),
+        (["full.doc.gz"], "files of one kind, .txt or .json or .jsonl or .parquet; got .gz"),
+        (["full.parquet.gz"], "files of one kind, .txt or .json or .jsonl or .parquet; got .gz"),
         (["full.doc"], "files of one kind, .txt or .json or .jsonl or .parquet; got .doc"),
     ],
 )
 def test_files_that_are_refused(patterns, message, tmp_path):
-    for name in ("full.txt", "full.jsonl", "full.doc"):
+    for name in ("full.txt", "full.jsonl", "full.doc", "full.doc.gz", "full.parquet.gz"):
         (tmp_path / name).write_text("text")
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ValueError, match=message):
@@ -314,6 +320,51 @@ def test_what_cannot_be_read_later_is_named_too(first, second, reason, tmp_path)
     assert next(texts) in ("one", None)
     with pytest.raises(ValueError, match=f"(?s)^{source} cannot be read: .*{reason}"):
         list(texts)
+
+
+COMPRESSIONS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ending", COMPRESSIONS)
+@pytest.mark.parametrize(
+    ("name", "contents", "document", "expected"),
+    [
+        ("txt", ("one\n\ntwo ü\nlines", "three\n"), "paragraph", ["one", "two ü\nlines", "three"]),
+        ("txt", ("one\n\ntwo ü\nlines", "three\n"), "line", ["one", "", "two ü", "lines", "three"]),
+        ("TXT", ("one\n\ntwo ü\nlines", "three"), "file", ["one\n\ntwo ü\nlines", "three"]),
+        ("json", ('[{"text": "one"}, {"text": "two ü"}]', '[{"text": "three"}]'), "line", ["one", "two ü", "three"]),
+        ("jsonl", ('{"text": "one"}\n{"text": "two ü"}', '{"text": "three"}'), "line", ["one", "two ü", "three"]),
+    ],
+)
+def test_compressed_files_hold_what_they_were_made_of(tmp_path, streaming, ending, name, contents, document, expected):
+    (tmp_path / f"a.{name}{ending}").write_bytes(COMPRESSIONS[ending](contents[0].encode()))
+    # beside others
+    (tmp_path / f"b.{name}").write_text(contents[1])
+    files = find_files([str(tmp_path / "*")], "--train_file")
+    rows = read_files(files, "--train_file", document=document, streaming=streaming)
+    assert list(iterate_texts(select_text(rows, "text", "--train_file"), "--train_file")) == expected
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ending", COMPRESSIONS)
+@pytest.mark.parametrize("name", ["txt", "jsonl"])
+@pytest.mark.parametrize("damage", ["cut", "overwritten", "not compressed"])
+def test_damaged_compressed_files_are_named(tmp_path, streaming, ending, name, damage):
+    text = "\n".join(f'{{"text": "{x}"}}' for x in torch.rand(3000).tolist()).encode()
+    content = bytearray(COMPRESSIONS[ending](text))
+    middle = len(content) // 2
+    if damage == "cut":
+        del content[middle:]
+    elif damage == "overwritten":
+        content[middle : middle + 8] = b"overhere"
+    else:
+        content = text
+    (tmp_path / f"a.{name}{ending}").write_bytes(content)
+    files = find_files([str(tmp_path / "*")], "--train_file")
+    with pytest.raises(ValueError, match="^--train_file cannot be read"):
+        rows = read_files(files, "--train_file", streaming=streaming)
+        list(iterate_texts(select_text(rows, "text", "--train_file"), "--train_file"))
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -2,10 +2,13 @@
 
 import glob
 import itertools
+import lzma
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
+import fsspec
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, Sequence, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
@@ -17,10 +20,14 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+# of text and JSON; what has another ending beneath is no compressed file
+_COMPRESSIONS = (".gz", ".bz2", ".xz")
 # what the "text" builder of datasets calls them
 _DOCUMENT_UNITS = {"line": "line", "paragraph": "paragraph", "file": "document"}
+# what a compressed file raises that is damaged, or none
+_DAMAGES = (OSError, EOFError, lzma.LZMAError, zlib.error)
 # what reading may raise; a streamed file of another schema than the first one's raises a TypeError
-_READING_ERRORS = (DatasetGenerationError, ValueError, TypeError)
+_READING_ERRORS = (DatasetGenerationError, ValueError, TypeError, *_DAMAGES)
 # a byte order mark at the head of a file, as editors on Windows write it, is no text
 _ENCODING = "utf-8-sig"
 # enough for the tokenizer's threads, and its own records of so much text still fit in memory
@@ -32,7 +39,7 @@ def find_files(patterns: list[str], source: str) -> list[str]:
 
     Args:
         patterns: paths or globs of .txt, .json, .jsonl or .parquet files, all of one kind. What is the path of a
-            file is no glob.
+            file is no glob. All but .parquet may be compressed: .txt.gz, .bz2 or .xz.
         source: where they come from, for messages: "--train_file".
 
     Returns:
@@ -93,7 +100,9 @@ def read_files(
 
 
 def _ending(path: str) -> str:
-    return os.path.splitext(path)[1].lower()
+    name, ending = os.path.splitext(path.lower())
+    inner = os.path.splitext(name)[1]
+    return inner if ending in _COMPRESSIONS and inner in _BUILDERS and inner != ".parquet" else ending
 
 
 def _unreadable(what: str, error: Exception) -> ValueError:
@@ -117,11 +126,12 @@ def _read_paragraphs(files: list[str], streaming: bool) -> Dataset | IterableDat
 def _paragraphs(files: list[str]) -> Iterator[dict[str, str]]:
     for path in files:
         try:
-            with open(path, encoding=_ENCODING) as file:
+            # not by fsspec.open, to which "::" in a path is a chain of file systems
+            with fsspec.filesystem("file").open(path, "rt", encoding=_ENCODING, compression="infer") as file:
                 for is_blank, lines in itertools.groupby(file, key=lambda line: not line.strip()):
                     if not is_blank:
                         yield {"text": "".join(lines).removesuffix("\n")}
-        except UnicodeDecodeError as error:
+        except (UnicodeDecodeError, *_DAMAGES) as error:
             raise ValueError(f"{path}: {error}") from error
 
 
