@@ -331,6 +331,12 @@ def test_a_mask_that_a_model_makes_by_itself():
     for row, length in enumerate((21, 13, 1)):
         alone = model(ids[row : row + 1, :length]).last_hidden_state
         torch.testing.assert_close(together[row, :length], alone[0], rtol=1e-3, atol=1e-4)
+    # where nothing can be asked of what it holds
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids, attention_mask=mask).last_hidden_state, together, rtol=1e-4, atol=1e-5)
+    model.to("meta")
+    assert model(ids.to("meta"), attention_mask=mask.to("meta")).last_hidden_state.shape == together.shape
 
 
 @torch.no_grad()
@@ -508,10 +514,18 @@ def test_settings_are_those_of_the_configuration(tmp_path, monkeypatch):
     assert set(changes) | {"yoso_backward", "yoso_similarity"} == set(SETTINGS)
 
 
-@pytest.mark.parametrize(("attention", "warned"), [(None, True), ("sdpa", True), ("yoso", False)])
-def test_settings_that_the_attention_does_not_use_are_warned_of(tmp_path, caplog, attention, warned):
+@pytest.mark.parametrize(
+    ("settings", "attention", "warned"),
+    [
+        ({"yoso_similarity": "cosine", "yoso_hash_code_len": 9}, None, True),
+        ({"yoso_similarity": "cosine", "yoso_hash_code_len": 9}, "sdpa", True),
+        ({"yoso_similarity": "cosine", "yoso_hash_code_len": 9}, "yoso", False),
+        ({}, "sdpa", False),
+    ],
+)
+def test_settings_that_the_attention_does_not_use_are_warned_of(tmp_path, caplog, settings, attention, warned):
     """Transformers saves no attn_implementation."""
-    build("bert", "yoso", yoso_similarity="cosine", yoso_hash_code_len=9).save_pretrained(tmp_path)
+    build("bert", "yoso", **settings).save_pretrained(tmp_path)
     attention_interface.logger.warning_once.cache_clear()
     transformers.AutoModel.from_pretrained(tmp_path, attn_implementation=attention)
     assert ("holds settings of YOSO (yoso_...), which the attention 'sdpa' does not use" in caplog.text) == warned
