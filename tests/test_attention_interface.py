@@ -689,6 +689,37 @@ def test_weights_are_those_of_the_output(settings):
         yoso_attention_forward(*given, output_attentions=True)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["compile", "export", "strict export"])
+def test_a_graph_refuses_a_bias_of_keys_as_it_runs(how):
+    torch.compiler.reset()
+    model = build("bert", "yoso_expectation")
+    ids = tokens()
+    mask = torch.zeros(3, 1, 1, 21)
+    mask[1, :, :, 9:] = torch.finfo(torch.float32).min
+    if how == "compile":
+        graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    else:
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        graph = torch.export.export(model, (), inputs, strict="strict" in how).module()
+    expected = model(ids, attention_mask=mask).last_hidden_state
+    found = graph(input_ids=ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    mask[2, :, :, 5] = -3
+    with pytest.raises(RuntimeError, match="needs a floating-point attention_mask of 0 for real tokens"):
+        graph(input_ids=ids, attention_mask=mask)
+
+
+def test_weights_are_refused_where_a_layer_keeps_its_softmax():
+    """Transformers would give those of the other layers, without a word of which they are."""
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    config = transformers.ModernBertConfig(**LONG, local_attention=8, global_attn_every_n_layers=2, **special)
+    model = transformers.AutoModel.from_config(config, attn_implementation="yoso_expectation").eval()
+    assert model(tokens()).last_hidden_state.isfinite().all()
+    with pytest.raises(ValueError, match="output_attentions=True needs YOSO in all layers, but ModernBertAttention"):
+        model(tokens(), output_attentions=True)
+
+
 def test_a_model_gives_the_weights_of_eager():
     ids, mask = padded(tokens(), (21, 8, 3), "bert")
     outputs = [

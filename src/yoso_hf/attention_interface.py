@@ -171,13 +171,17 @@ def key_mask_of(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
         return key_mask
     # some models make their masks by themselves, to be added to softmax's weights (LayoutLM)
     real = key_mask == 0
-    # a graph cannot ask what a tensor holds
+    fits = (real | (key_mask <= LARGEST_OF_MASKED)).all()
+    message = (
+        f'attn_implementation="yoso" needs a floating-point attention_mask of 0 for real tokens and at most '
+        f"{LARGEST_OF_MASKED} for others: it adds nothing else to weights"
+    )
     can_ask = not (torch.compiler.is_compiling() or key_mask.is_meta)
-    if key_mask.requires_grad or (can_ask and not (real | (key_mask <= LARGEST_OF_MASKED)).all()):
-        raise ValueError(
-            f'attn_implementation="yoso" needs a floating-point attention_mask of 0 for real tokens and at most '
-            f"{LARGEST_OF_MASKED} for others: it adds nothing else to weights"
-        )
+    if key_mask.requires_grad or (can_ask and not fits):
+        raise ValueError(message)
+    if torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export():
+        # a graph asks as it runs, but for one of ONNX, which has nothing to refuse by
+        torch._assert_async(fits, message)
     return real
 
 
@@ -201,7 +205,7 @@ def yoso_attention_forward(
 
     Raises:
         ValueError: a causal layer of a model without an encoder, a mask of pairs, a bias of positions, a setting out
-            of range, output_attentions=True without yoso_use_expectation=True.
+            of range, output_attentions=True without yoso_use_expectation=True or in a layer that keeps its softmax.
     """
     return _attention(module, query, key, value, attention_mask, False, **kwargs)
 
@@ -220,6 +224,12 @@ def _attention(module, query, key, value, attention_mask, exact, **kwargs) -> tu
             logger.warning_once(
                 f"Softmax remains where {type(module).__name__} is causal, has a sliding window, or may attend to "
                 "other tokens than its own; YOSO computes the other layers, if there are any."
+            )
+        if kwargs.get("output_attentions"):
+            # transformers would leave the layer out, and number those after it by its place
+            raise ValueError(
+                f"output_attentions=True needs YOSO in all layers, but {type(module).__name__} keeps its softmax, by "
+                'a kernel that never forms its weights: attn_implementation="eager" forms those of all layers'
             )
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     _refuse(UNSUPPORTED, module, kwargs)

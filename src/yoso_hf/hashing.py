@@ -32,7 +32,9 @@ def check_integer(name: str, x: object, lowest: int, highest: int | None = None,
         ValueError: x is no integer, or out of range.
     """
     if not isinstance(x, (int, torch.SymInt)) or isinstance(x, bool):
-        raise ValueError(f"{name} must be an integer, got {x!r}")
+        # a trace has tensors for sizes
+        hint = ": torch.jit.trace takes the exact kernel only" if torch.jit.is_tracing() else ""
+        raise ValueError(f"{name} must be an integer, got {x!r}{hint}")
     if x < lowest or (highest is not None and x > highest):
         allowed = f"at least {lowest}" if highest is None else f"in {lowest}..{highest}"
         raise ValueError(f"{name} must be {allowed}, got {x}{note}")

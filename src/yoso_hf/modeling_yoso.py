@@ -545,7 +545,7 @@ class YosoModel(YosoPreTrainedModel):
             position_ids = torch.arange(POSITION_OFFSET, POSITION_OFFSET + shape[1], device=device)
         elif position_ids is None:
             # padding on the left comes before position 0
-            position_ids = (key_mask.cumsum(dim=1) - 1).clamp(min=0) + POSITION_OFFSET
+            position_ids = (key_mask.long().cumsum(dim=1) - 1).clamp(min=0) + POSITION_OFFSET
         if token_type_ids is None:
             token_type_ids = torch.zeros(shape, dtype=torch.int64, device=device)
         hidden_states = self.embeddings(
