@@ -23,7 +23,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     curve = [(entry["step"], entry["eval_loss"]) for entry in state["log_history"] if "eval_loss" in entry]
     training = [(entry["step"], entry["loss"]) for entry in state["log_history"] if "loss" in entry]
     # files are named by the machine's directories, which mean nothing elsewhere
-    description = {name: value for name, value in description.items() if "/" not in str(value)}
+    description = {name: value for name, value in description.items() if "/" not in f"{name}{value}"}
     return {"run": description, "results": results, "evaluation": curve, "training": training}
 
 

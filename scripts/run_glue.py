@@ -274,7 +274,7 @@ def run(args: GlueArguments, training_args: TrainingArguments) -> None:
     else:
         labels_from = None if training_args.do_train else config
         task = infer_task(tables[splits[0]], args.text_columns(), args.label_column, labels_from)
-    set_labels(config, task, args.task_name, trains=training_args.do_train)
+    set_labels(config, task, trains=training_args.do_train)
     of_task = config
     config = override_config(config, args.config_overrides)
     for name in ("num_labels", "problem_type"):

@@ -30,8 +30,8 @@
 
 Arguments on the command line override those of the YAML file; transformers' TrainingArguments are allowed,
 --push_to_hub among them. The same command with the same output_dir resumes from the last complete checkpoint, so that
-a finished run is not trained again, unless --save_strategy no left none. all_results.json there holds losses,
-perplexity and speed; of a resumed run, train_loss and speed are those since it was resumed.
+a finished run is not trained again, unless --save_strategy no or best left none of its end. all_results.json there
+holds losses, perplexity and speed; of a resumed run, train_loss and speed are those since it was resumed.
 
 Each document of the corpus gets the tokenizer's special tokens, and the stream of them is cut into full blocks: no
 padding, and nothing lost but the last incomplete block. With several processes the first one does this while the

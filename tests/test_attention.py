@@ -589,6 +589,13 @@ def test_lengths_by_head_are_as_defined(normalization, rows):
         torch.testing.assert_close(weights @ value, result, rtol=1e-4, atol=5e-6)
 
 
+def test_weights_do_not_depend_on_lengths():
+    query, key, _ = inputs(D=10)
+    expected = attention_weights(query, key, hash_code_len=3)
+    for factor in (1e-13, 1e13):
+        torch.testing.assert_close(attention_weights(query * factor, key * factor, hash_code_len=3), expected)
+
+
 # the largest dot products are some 7 of sqrt(D), and with a longer factor beyond exp's range in float32
 @pytest.mark.parametrize("longer", [1, 8])
 @pytest.mark.parametrize("rows", [25, 20])

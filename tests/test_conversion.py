@@ -865,6 +865,8 @@ def test_nothing_is_half_written(tokenizers, tmp_path, monkeypatch):
 
     with pytest.raises(ValueError, match="is not empty"):
         convert_checkpoint(source, output)
+    # as of a tokenizer that has one
+    (output / "chat_template.jinja").write_text("{{ messages }}")
     convert_checkpoint(source, output, max_position_embeddings=7, overwrite=True)
     assert YosoConfig.from_pretrained(output).max_position_embeddings == 7
     assert not (output / "vocab.txt").exists()

@@ -1,5 +1,6 @@
 import copy
 import math
+import pickle
 from types import SimpleNamespace
 
 import datasets
@@ -109,6 +110,10 @@ def test_masks_depend_on_the_seed_alone(masking):
     assert all(torch.equal(first[name], second[name]) for name in first)
     # the global generator is the model's: dropout and hashes
     assert torch.equal(before, torch.random.get_rng_state())
+    # a worker that is spawned is sent it, which no generator survives
+    again = pickle.loads(pickle.dumps(masking))(ids, [7, 0])
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert masking.collator.generator is None
     for other in ([7, 1], [8, 0]):
         assert not torch.equal(first["labels"], masking(ids, other)["labels"])
 

@@ -1041,6 +1041,33 @@ def test_what_asks_for_a_gradient_gets_one(tied, resized):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_decoder_may_have_no_bias(tied):
+    model = make_model(YosoForMaskedLM, tie_word_embeddings=tied)
+    decoder = nn.Linear(model.config.hidden_size, VOCAB_SIZE, bias=False)
+    ids, features = make_ids(2, 20), []
+    model.cls.predictions.decoder.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
+    model(ids)
+    model.set_output_embeddings(decoder)
+    assert_near(model(ids).logits, decoder(features[0]))
+
+
+@pytest.mark.parametrize("use_fast_hash", [True, False])
+def test_nothing_is_drawn_where_auto_takes_the_exact_kernel(use_fast_hash):
+    model = make_model(YosoModel, use_expectation="auto", use_fast_hash=use_fast_hash).train()
+    layer = model.encoder.layer[0].attention.self
+    changed = []
+    for length in (20, 12 * model.config.num_hash):
+        rows = torch.randn(1, length, model.config.hidden_size)
+        torch.manual_seed(0)
+        expected = torch.rand(8)
+        torch.manual_seed(0)
+        layer(rows)
+        changed.append(not torch.equal(torch.rand(8), expected))
+    assert changed == [False, True]
+
+
+@torch.no_grad()
 @pytest.mark.usefixtures("padded")
 @pytest.mark.parametrize("tied", [True, False])
 def test_resized_embeddings(tied, tmp_path):

@@ -30,7 +30,16 @@ from transformers import (
 from transformers.trainer_callback import TrainerState
 
 from yoso_hf import YosoConfig, YosoForMaskedLM, YosoForSequenceClassification
-from yoso_hf.glue import TASKS, GlueTask, infer_task, read_file, set_labels, write_predictions
+from yoso_hf.glue import (
+    TASKS,
+    GlueTask,
+    Table,
+    _encode_labels,
+    infer_task,
+    read_file,
+    set_labels,
+    write_predictions,
+)
 from yoso_hf.model_card import CardTrainer
 from yoso_hf.training import claimed
 
@@ -197,7 +206,6 @@ def test_a_separable_task_is_learned(run_glue, checkpoints, tmp_path, architectu
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["id2label"] == {"0": "negative", "1": "positive"}
     assert config["label2id"] == {"negative": 0, "positive": 1}
-    assert config["finetuning_task"] == "sst2"
 
     history = json.loads((tmp_path / "run" / "checkpoint-64" / "trainer_state.json").read_text())["log_history"]
     by_epoch = [entry["eval_accuracy"] for entry in history if "eval_accuracy" in entry]
@@ -578,13 +586,24 @@ def test_accumulated_batches_give_the_loss_of_one(run_glue, checkpoints, tmp_pat
             torch.testing.assert_close(parameter - after[name], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
+def test_no_label_is_no_class_of_the_name_none(tmp_path):
+    task = GlueTask("sst2", ("text",), ("None", "rel"), ("predictions",))
+    rows = [{"text": "good", "label": label} for label in ("None", "rel", None)]
+    tables = [read_file("a", write_rows(tmp_path / f"{i}.jsonl", part)) for i, part in enumerate((rows, rows[:2]))]
+    with pytest.raises(ValueError, match="column 'label' holds None; allowed are 'None', 'rel'"):
+        _encode_labels(tables[0], task, {"None": 0, "rel": 1}, False)
+    assert _encode_labels(tables[1], task, {"None": 0, "rel": 1}, False) == [0, 1]
+    empty = Table("a", tables[0].rows.select([2, 2]))
+    assert _encode_labels(empty, task, {"None": 0, "rel": 1}, True) is None
+
+
 @pytest.mark.parametrize("labels", [("US", "us"), ("a", "A", "b")])
 def test_labels_may_differ_in_case_alone(labels):
     """A head that was trained on them is used as it is, in its own order."""
     task = GlueTask("sst2", ("text",), labels, ("predictions",))
     present = labels[::-1]
     config = YosoConfig(id2label=dict(enumerate(present)))
-    set_labels(config, task, None, trains=False)
+    set_labels(config, task, trains=False)
     assert config.label2id == {label: index for index, label in enumerate(present)}
 
 
@@ -856,6 +875,7 @@ def test_a_run_can_be_plotted(run_glue, checkpoints, tmp_path):
     )
     command = [sys.executable, ROOT / "benchmarks" / "plot_runs.py", "--commit", "abc", tmp_path / "plot"]
     subprocess.run([*map(str, command), f"bert={tmp_path / 'run'}"], check=True, timeout=300)
+    assert str(tmp_path) not in (tmp_path / "plot.json").read_text()
     run = json.loads((tmp_path / "plot.json").read_text())["runs"]["bert"]
     assert [step for step, _ in run["evaluation"]] == [2, 4]
     assert run["evaluation"][-1][1] == results(tmp_path / "run")["eval_loss"]
@@ -1156,6 +1176,10 @@ BAD_INPUT = {
             "eval_strategy": "steps",
             "metric_for_best_model": "f1",
         },
+        "--metric_for_best_model must be one of loss, accuracy, got f1",
+    ),
+    "metric of nothing": (
+        {"eval_strategy": "steps", "metric_for_best_model": "f1"},
         "--metric_for_best_model must be one of loss, accuracy, got f1",
     ),
     "override": ({"config_overrides": "num_hashes=64"}, "--config_overrides: BertConfig has no 'num_hashes'"),

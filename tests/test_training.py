@@ -1,8 +1,11 @@
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -93,6 +96,18 @@ def test_an_evaluation_before_training_is_one(tmp_path):
     assert args.do_eval
 
 
+def test_what_is_a_number_in_yaml_alone_stays_as_it_is_written(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "seed: 010\nmax_steps: 1_000\nsave_steps: 7\nlearning_rate: 2.\nrun_name: 2024_01_01\nproject: 12:30:45\n"
+        f"lr_scheduler_kwargs: {{day: 2024-01-01, one: -1, ten: 1e1}}\noutput_dir: {tmp_path}\n"
+    )
+    (args,) = parse_arguments([TrainingArguments], [str(recipe)])
+    assert (args.seed, args.max_steps, args.save_steps, args.learning_rate) == (10, 1000, 7, 2.0)
+    assert (args.run_name, args.project) == ("2024_01_01", "12:30:45")
+    assert args.lr_scheduler_kwargs == {"day": "2024-01-01", "one": -1, "ten": 10.0}
+
+
 def test_a_name_close_to_a_known_one_is_suggested(tmp_path):
     with pytest.raises(ValueError, match="no argument --learning_rte 3; did you mean --learning_rate\\?$"):
         parse_arguments([TrainingArguments], [f"--output_dir={tmp_path}", "--learning_rte", "3"])
@@ -126,6 +141,7 @@ def test_no_directory_is_chosen_for_the_user(tmp_path, name):
         (["--learning_rate=nan"], "--learning_rate must be a number of at least 0, got nan"),
         (["--eval_do_concat_batches=false"], "--eval_do_concat_batches must be true"),
         (["--batch_eval_metrics"], "--batch_eval_metrics must be false"),
+        (["--prediction_loss_only"], "--prediction_loss_only must be false"),
         (["--num_train_epochs=0"], "--num_train_epochs must be above 0 without --max_steps, got 0"),
     ],
 )
@@ -328,6 +344,10 @@ def test_processes_and_what_is_read_make_another_run(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", property(lambda _: 2))
     with pytest.raises(ValueError, match="holds another run: world_size is 1 there and 2 here"):
         find_checkpoint(folder, describe())
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
+        with pytest.raises(ValueError, match="holds another run: .*n_gpu is 1 there and 2 here"):
+            find_checkpoint(folder, describe())
     # what was typed comes first
     file.write_text("other")
     with pytest.raises(ValueError, match="holds another run: world_size is 1 there and 2 here; content of "):
@@ -366,6 +386,23 @@ with claimed(TrainingArguments(output_dir=sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_was_forked_meanwhile_keeps_no_one_out(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path))
+    with claimed(args):
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+            os._exit(0)
+    try:
+        with claimed(args):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks of directories")

@@ -21,7 +21,7 @@ from .ops import (
     sampled_remainder,
     softmax_attention,
 )
-from .reference import MAX_LOGARITHM, MAX_SHIFT, SMALLEST_TOTAL, less_masked, real_rows
+from .reference import MAX_LOGARITHM, MAX_SHIFT, SMALLEST_TOTAL, _kernel, _wide_unit_rows, less_masked, real_rows
 
 HAS_CPU_KERNELS, HAS_CUDA_KERNELS = (name in compiled_backends() for name in ("cpu", "cuda"))
 HAS_AMX = cpu_uses_amx()
@@ -303,8 +303,8 @@ def attention_weights(
                 logarithms = logarithms.masked_fill(~key_mask[:, None, None], torch.finfo(wide).min)
             weights = logarithms.softmax(-1)
         else:
-            cosine = F.normalize(query.to(wide), dim=-1) @ F.normalize(key.to(wide), dim=-1).transpose(-1, -2)
-            weights = (1 - torch.acos(cosine.clamp(-1, 1)) / math.pi) ** _by_head(hash_code_len, query)
+            cosine = _wide_unit_rows(query) @ _wide_unit_rows(key).mT
+            weights, _ = _kernel(cosine, _by_head(hash_code_len, query))
     if key_mask is not None:
         weights = weights.masked_fill(~key_mask[:, None, None], 0)
     if normalization == "sum":

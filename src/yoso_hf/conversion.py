@@ -800,7 +800,7 @@ def _check_output(output_dir: Path, source: str | os.PathLike, overwrite: bool) 
         raise ValueError(f"output_dir {output_dir} holds files but no config.json: only a checkpoint is overwritten")
     # what lies beside a checkpoint would be lost: a repository, a training run, notes
     kept = [REPORT_FILE, "generation_config.json", "*.index.json", "*.py", "__pycache__", *MODEL_FILES]
-    kept += _SENTENCE_FILES
+    kept += ["chat_template*", *_SENTENCE_FILES]
     kept += [name.partition("/")[0] for name in _find_sentence_files(str(output_dir))]
     names = sorted(path.name for path in output_dir.iterdir())
     foreign = [name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in kept)]

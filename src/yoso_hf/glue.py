@@ -280,13 +280,12 @@ def infer_task(
     return GlueTask("sst2", columns, labels, ("predictions",), label_column, names_in_submission=True)
 
 
-def set_labels(config: PreTrainedConfig, task: GlueTask, task_name: str | None, *, trains: bool) -> None:
+def set_labels(config: PreTrainedConfig, task: GlueTask, *, trains: bool) -> None:
     """Make a configuration's head that of a task, keeping the checkpoint's order of the same labels.
 
     Args:
         config: the checkpoint's configuration, changed in place.
         task: the task.
-        task_name: its name, kept as `finetuning_task`.
         trains: whether the head will be trained; if not, its labels must be the task's.
 
     Raises:
@@ -308,7 +307,6 @@ def set_labels(config: PreTrainedConfig, task: GlueTask, task_name: str | None, 
     config.id2label = dict(enumerate(labels))
     config.label2id = {label: index for index, label in enumerate(labels)}
     config.problem_type = "regression" if task.labels is None else "single_label_classification"
-    config.finetuning_task = task_name
 
 
 def encode(
@@ -410,7 +408,8 @@ def _encode_labels(
         if task in TASKS.values():
             ids |= {str(index): label2id[label] for index, label in enumerate(task.labels)}
             allowed = f"0 to {len(task.labels) - 1} or {allowed}"
-        encoding = {value: ids[str(value)] for value in present if str(value) in ids}
+        # null is no class of the name None
+        encoding = {value: ids[str(value)] for value in present if value not in _NO_LABEL and str(value) in ids}
     if may_be_unlabelled and present <= {-1, *_NO_LABEL} and not encoding:
         return None
     strange = present - encoding.keys()

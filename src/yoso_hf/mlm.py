@@ -1,5 +1,6 @@
 """Masked language modelling with Trainer: repeatable masks, logits for the masked positions only."""
 
+import copy
 import math
 import zlib
 from collections.abc import Sequence
@@ -48,9 +49,11 @@ class Masking:
             shape and on the device of the given ones.
         """
         state = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-        self.collator.generator = torch.Generator().manual_seed(int(state[0]))
+        # a copy's generator: other threads have theirs, and a spawned worker could not be sent it
+        collator = copy.copy(self.collator)
+        collator.generator = torch.Generator().manual_seed(int(state[0]))
         original = input_ids.cpu()
-        masked, labels = self.collator.torch_mask_tokens(
+        masked, labels = collator.torch_mask_tokens(
             original.clone(), special_tokens_mask=torch.isin(original, self.special)
         )
         return {"input_ids": masked.to(input_ids.device), "labels": labels.to(input_ids.device)}

@@ -32,7 +32,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import attention_weights, is_exporting, yoso_attention
+from .attention import attention_weights, exact_is_cheaper, is_exporting, yoso_attention
 from .configuration_yoso import YosoConfig
 from .hashing import MAX_SEED, HashFunctions, check_integer, kept_hash_functions
 from .reference import less_masked, real_rows
@@ -162,6 +162,10 @@ class YosoSelfAttention(nn.Module):
         if self.training or self.config.hash_seed is None:
             if self.hash_kind == "hadamard":
                 # yoso_attention draws the same, where it samples
+                return None
+            sizes = (query.shape[2], query.shape[2], self.config.num_hash)
+            kernel = (self.config.similarity, query.device.type, query.dtype)
+            if self.config.use_expectation == "auto" and exact_is_cheaper(*sizes, *kernel):
                 return None
             return HashFunctions.sample(*self.hash_sizes(), kind=self.hash_kind, device=query.device)
         settings = self.hash_settings()
@@ -576,7 +580,7 @@ class YosoForMaskedLM(YosoPreTrainedModel):
 
     def set_output_embeddings(self, new_embeddings: nn.Linear):
         bias = new_embeddings.bias
-        if not self.config.tie_word_embeddings:
+        if bias is not None and not self.config.tie_word_embeddings:
             # a checkpoint would hold a shared parameter under one of its two names only
             bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
         self.cls.predictions.decoder = new_embeddings
@@ -616,6 +620,8 @@ class YosoForMaskedLM(YosoPreTrainedModel):
         )
         hidden_states = outputs.last_hidden_state
         if labels is not None and self.config.sparse_prediction:
+            # a model may lie on several devices, its inputs on the first
+            labels = labels.to(hidden_states.device)
             labelled = labels != IGNORED_LABEL
             hidden_states, labels = hidden_states[labelled], labels[labelled]
         head = getattr(self.cls, "predictions", None)
@@ -742,8 +748,8 @@ class YosoForMultipleChoice(YosoPreTrainedModel):
         logits = self.classifier(F.relu(self.pre_classifier(pooled))).view(-1, num_choices)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
-            loss = loss / count_labels(labels, kwargs.get("num_items_in_batch"))
+            loss = F.cross_entropy(logits, labels.to(logits.device), ignore_index=IGNORED_LABEL, reduction="sum")
+            loss = loss / count_labels(labels, kwargs.get("num_items_in_batch")).to(loss.device)
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -847,7 +853,7 @@ class YosoForQuestionAnswering(YosoPreTrainedModel):
         logits = self.qa_outputs(outputs.last_hidden_state)
         if attention_mask is not None:
             # the loss normalises over the sequence, and padding must have no part in it
-            padding = ~attention_mask.bool().unsqueeze(-1)
+            padding = ~attention_mask.bool().unsqueeze(-1).to(logits.device)
             logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
         start_logits, end_logits = logits.unbind(-1)
         loss = None
@@ -902,7 +908,7 @@ def first_token(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
     if attention_mask is None:
         return hidden_states[:, 0]
     # argmax gives the first of equal maxima, and index 0 where all is padding
-    index = attention_mask.bool().int().argmax(dim=1)
+    index = attention_mask.bool().int().argmax(dim=1).to(hidden_states.device)
     # not len(index), which torch.export would take for a constant
     return hidden_states[torch.arange(index.shape[0], device=index.device), index]
 

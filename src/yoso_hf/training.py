@@ -158,9 +158,13 @@ def _check_trainer_arguments(args: TrainingArguments) -> None:
     if args.fp16 and args.device.type == "cpu":
         # which Trainer would take without a word, and train in float32
         raise ValueError("--fp16 needs a GPU; on a CPU there is --bf16, with --use_cpu")
-    for name, only in (("eval_do_concat_batches", True), ("batch_eval_metrics", False)):
+    for name, only in (
+        ("eval_do_concat_batches", True),
+        ("batch_eval_metrics", False),
+        ("prediction_loss_only", False),
+    ):
         if getattr(args, name) is not only:
-            raise ValueError(f"--{name} must be {str(only).lower()}: metrics are of all batches at once")
+            raise ValueError(f"--{name} must be {str(only).lower()}: metrics are of all predictions at once")
     if not 0 <= args.learning_rate < math.inf:
         raise ValueError(f"--learning_rate must be a number of at least 0, got {args.learning_rate}")
     if args.max_steps <= 0 and not 0 < args.num_train_epochs < math.inf:
@@ -181,17 +185,21 @@ def check_best_metric(args: TrainingArguments, names: Sequence[str]) -> None:
     Raises:
         ValueError: --metric_for_best_model is something else.
     """
-    if args.load_best_model_at_end and args.metric_for_best_model.removeprefix("eval_") not in names:
-        raise ValueError(
-            f"--metric_for_best_model must be one of {', '.join(names)}, got {args.metric_for_best_model}"
-        )
+    metric = args.metric_for_best_model
+    # Trainer looks for it at every evaluation in training, whatever for
+    if args.eval_strategy != "no" and metric is not None and metric.removeprefix("eval_") not in names:
+        raise ValueError(f"--metric_for_best_model must be one of {', '.join(names)}, got {metric}")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 where PyYAML's 1.1 surprises: `no` is a word, as --save_strategy has it, and 1e-6 a number."""
+    """YAML 1.2 where PyYAML's 1.1 surprises: `no` is a word, as --save_strategy has it, and so are 1:30, 1_000 and
+    2024-01-01; 1e-6 is a number, and 010 is ten.
+    """
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float"))]
+        first: [
+            (tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":int", ":float", ":timestamp"))
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -199,9 +207,13 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
+    re.compile(
+        r"([-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+    ),
     list("-+.0123456789"),
 )
 
@@ -241,6 +253,8 @@ def describe_run(training_args: TrainingArguments, inputs: Iterable[str | None],
         **choices,
         **{name: trainer_arguments[name] for name in _TRAINER_CHOICES},
         "world_size": training_args.world_size,
+        # one process may have several
+        "n_gpu": max(training_args.n_gpu, 1),
         **{f"{_CONTENT}{file}": _digest(file) for path in inputs if path for file in _files_of(Path(path))},
     }
 
@@ -299,6 +313,9 @@ def claimed(training_args: TrainingArguments) -> Iterator[None]:
             # unless there is something in it
             with suppress(OSError):
                 folder.rmdir()
+        with suppress(OSError):
+            # a process that was forked meanwhile has the descriptor too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
@@ -605,7 +622,7 @@ def load_pretrained(
     Args:
         auto_class: an Auto class, such as AutoModelForMaskedLM.
         model_name_or_path: hub name or directory of the checkpoint.
-        config: the configuration to load it with.
+        config: the configuration to load it with, changed in place as by `set_attention`.
         attn_implementation: the attention to use, see `set_attention`.
         new_head: let weights outside the base model, and a pooler, start afresh where the checkpoint has none
             that fit.
@@ -705,7 +722,7 @@ def longest_input(model: PreTrainedModel) -> int | None:
         model: any text model.
 
     Returns:
-        The number of positions that the model can tell apart, None where it has no table of them.
+        The number of positions that the model can tell apart, or else that its configuration says; None: neither.
     """
     limit = getattr(model.config, "max_position_embeddings", None)
     for name, module in model.named_modules():
