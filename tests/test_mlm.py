@@ -1,6 +1,5 @@
 import copy
 import math
-import pickle
 from types import SimpleNamespace
 
 import datasets
@@ -110,12 +109,17 @@ def test_masks_depend_on_the_seed_alone(masking):
     assert all(torch.equal(first[name], second[name]) for name in first)
     # the global generator is the model's: dropout and hashes
     assert torch.equal(before, torch.random.get_rng_state())
-    # a worker that is spawned is sent it, which no generator survives
-    again = pickle.loads(pickle.dumps(masking))(ids, [7, 0])
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert masking.collator.generator is None
     for other in ([7, 1], [8, 0]):
         assert not torch.equal(first["labels"], masking(ids, other)["labels"])
+
+
+def test_spawned_workers_mask_as_the_process_that_has_masked_before(masking):
+    """As workers are where there is no fork; they are sent the masking as it is then."""
+    data = Dataset.from_dict({"input_ids": torch.randint(5, 300, (4, 64)).tolist()}).with_transform(masking.mask_rows)
+    expected = data[:4]["labels"]
+    loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="spawn")
+    (batch,) = loader
+    assert torch.equal(batch["labels"], torch.stack(expected))
 
 
 def test_training_masks_change_with_every_step_and_epoch(masking, tmp_path, monkeypatch):

@@ -73,6 +73,16 @@ _TRAINER_CHOICES = (
     "greater_is_better",
 )
 
+# what Trainer takes below, to fail later or to train otherwise than was meant
+_LOWEST_VALUES = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "weight_decay": 0,
+    "max_grad_norm": 0,
+    "dataloader_num_workers": 0,
+}
+
 # of a file that a run reads, before its name
 _CONTENT = "content of "
 # of a checkpoint's directory, what decides what is learned from it
@@ -127,16 +137,6 @@ def _similar_name(name: str, known: Iterable[str]) -> str:
     """Words for the end of a message: which known name may be meant, if any."""
     similar = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {similar[0]}?" if similar else ""
-
-
-_LOWEST_VALUES = {
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "weight_decay": 0,
-    "max_grad_norm": 0,
-    "dataloader_num_workers": 0,
-}
 
 
 def _check_trainer_arguments(args: TrainingArguments) -> None:
