@@ -133,13 +133,14 @@ def test_speed_is_that_of_the_benchmark():
     assert measured == SPEED
 
 
-def train(model, folder, **arguments):
+def run(model, folder, steps=1, **arguments):
     rows = [{"input_ids": [0, 5, 6, 2], "labels": label % 2} for label in range(4)]
     training_args = TrainingArguments(
-        folder, max_steps=1, use_cpu=True, report_to="none", save_strategy="no", learning_rate=2e-3
+        folder, max_steps=steps, use_cpu=True, report_to="none", save_strategy="no", learning_rate=2e-3
     )
     trainer = CardTrainer(model, training_args, train_dataset=rows, eval_dataset=rows, **arguments)
-    trainer.train()
+    if steps:
+        trainer.train()
     metrics = trainer.evaluate()
     trainer.create_model_card()
     return ModelCard.load(folder / "README.md"), metrics
@@ -147,7 +148,7 @@ def train(model, folder, **arguments):
 
 def test_trainer_names_what_it_evaluated_on(tmp_path):
     model = YosoForSequenceClassification(YosoConfig(**SIZES))
-    card, metrics = train(model, tmp_path / "run", datasets=["nyu-mll/glue"], evaluated_on=RESULT)
+    card, metrics = run(model, tmp_path / "run", datasets=["nyu-mll/glue"], evaluated_on=RESULT)
     (result,) = card.data.eval_results
     assert (result.metric_type, result.metric_value) == ("loss", metrics["eval_loss"])
     assert result.dataset_type == "nyu-mll/glue" and card.data.datasets == ["nyu-mll/glue"]
@@ -156,12 +157,19 @@ def test_trainer_names_what_it_evaluated_on(tmp_path):
 
 def test_results_on_data_of_ones_own_stand_in_the_text_alone(tmp_path):
     model = YosoForSequenceClassification(YosoConfig(**SIZES))
-    card, metrics = train(model, tmp_path / "run")
+    card, metrics = run(model, tmp_path / "run")
     assert card.data.eval_results is None and card.data.datasets is None
     assert f"| loss | {metrics['eval_loss']:.4g} |" in card.text
 
 
+def test_model_that_was_only_evaluated_is_not_said_to_be_trained(tmp_path):
+    model = YosoForSequenceClassification(YosoConfig(**SIZES))
+    card, metrics = run(model, tmp_path / "run", steps=0, datasets=["nyu-mll/glue"], evaluated_on=RESULT)
+    assert "Evaluated, not trained, on [nyu-mll/glue]" in card.text and "learning_rate" not in card.text
+    assert card.data.datasets is None and card.data.eval_results[0].metric_value == metrics["eval_loss"]
+
+
 def test_other_models_have_the_card_of_trainer(tmp_path):
     model = transformers.BertForSequenceClassification(BertConfig(**SIZES, intermediate_size=8))
-    card, _ = train(model, tmp_path / "run")
+    card, _ = run(model, tmp_path / "run")
     assert "yoso" not in card.data.tags and "generated_from_trainer" in card.data.tags

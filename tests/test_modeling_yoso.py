@@ -829,6 +829,18 @@ def test_masked_lm_loss_and_gradients(vocab_size, tied, sparse_prediction, num_i
         assert torch.equal(model(**inputs).loss, outputs.loss)
 
 
+@torch.no_grad()
+@pytest.mark.usefixtures("padded")
+@pytest.mark.skipif(torch.get_default_device().type == "cuda", reason="there it ends the process")
+@pytest.mark.parametrize("beyond", [0, 1, 28, 29])
+def test_label_beyond_the_vocabulary_is_out_of_range(beyond):
+    ids = make_ids(2, 20)
+    labels = ids.clone()
+    labels[1, 3] = VOCAB_SIZE + beyond
+    with pytest.raises(IndexError, match="out of bounds"):
+        make_model(YosoForMaskedLM)(ids, labels=labels)
+
+
 @pytest.mark.usefixtures("padded")
 def test_own_loss_function_gets_logits_over_the_vocabulary():
     model = make_model(YosoForMaskedLM)

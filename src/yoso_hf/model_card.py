@@ -265,7 +265,8 @@ class CardTrainer(Trainer):
             "license": summary.license,
             "language": summary.language,
             "base_model": summary.finetuned_from or None,
-            "datasets": self.datasets,
+            # what it is only evaluated on is no data of its training
+            "datasets": self.datasets if self.state.global_step else None,
             "tags": summary.tags,
         }
         metrics = self._final_metrics()
@@ -299,13 +300,14 @@ class CardTrainer(Trainer):
 
     def _describe_training(self, summary: TrainingSummary, metrics: dict[str, float]) -> str:
         data = ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in self.datasets or ())
-        steps = f"{self.state.global_step} step{'' if self.state.global_step == 1 else 's'}"
+        data = data or "data that are not on the hub"
+        steps = f"{self.state.global_step} step{'' if self.state.global_step == 1 else 's'} of Trainer"
         versions = f"transformers {transformers.__version__} and torch {torch.__version__}"
-        parts = [f"{steps} of Trainer on {data or 'data that are not on the hub'}, with {versions}."]
+        parts = [f"{steps if self.state.global_step else 'Evaluated, not trained,'} on {data}, with {versions}."]
         if metrics:
             rows = [(name, _rounded(value)) for name, value in metrics.items()]
             parts.append(_table(("on the evaluation data", ""), rows))
-        if summary.hyperparameters:
+        if summary.hyperparameters and self.state.global_step:
             parts.append(_table(("argument", "value"), list(summary.hyperparameters.items())))
         if summary.eval_lines:
             parts.append(make_markdown_table(summary.eval_lines))

@@ -633,8 +633,12 @@ class YosoForMaskedLM(YosoPreTrainedModel):
         if labels is not None:
             kwargs["num_items_in_batch"] = count_labels(labels, kwargs.get("num_items_in_batch"))
             if self.loss_function is ForMaskedLMLoss:
+                targets = labels.flatten().to(padded.device)
+                if pads:
+                    # what is beyond the vocabulary stays out of range
+                    targets = targets.masked_fill(targets >= logits.shape[-1], padded.shape[-1])
                 # the same in less memory; of padded logits, whose gradient would be copied to be padded
-                losses = TokenLosses.apply(padded.flatten(0, -2), labels.flatten().to(padded.device))
+                losses = TokenLosses.apply(padded.flatten(0, -2), targets)
                 loss = losses.sum() / kwargs["num_items_in_batch"].to(losses.device)
             else:
                 loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
