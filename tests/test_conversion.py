@@ -587,6 +587,7 @@ def test_comparison(kind, tokenizers, tmp_path, monkeypatch):
     assert (found.original_accuracy, found.converted_accuracy) == pytest.approx(np.mean(hits, axis=1))
     assert json.loads((tmp_path / "yoso" / "conversion.json").read_text())["comparison"] == vars(found)
     assert f"loss {found.original_loss:.3f} -> {found.converted_loss:.3f}" in str(report)
+    assert f"cosine of the last hidden states {found.cosine:.4f}, {len(cosines)} tokens of" in str(report)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
@@ -750,7 +751,7 @@ AUTHORS = {
     "RoBERTa, sampled": (
         "code",
         2,
-        {"attn_type": "yoso-v1", "num_hash": 8, "hash_code_len": 5, "n2_backward": True},
+        {"attn_type": "yoso-v1", "num_hash": 8, "hash_code_len": 5, "n2_backward": True, "use_fast_hash": False},
         False,
     ),
     "RoBERTa, published": ("published", 2, {"attn_type": "yoso-v1-e", "hash_code_len": 5}, False),
@@ -785,6 +786,7 @@ def test_checkpoints_of_the_authors(style, offset, attention, conv, tmp_path):
         assert model.config.hash_code_len == 5
         assert kind == "yoso-v1-e" or model.config.num_hash == 8
     assert model.config.lsh_backward is not attention.get("n2_backward", False)
+    assert model.config.use_fast_hash is attention.get("use_fast_hash", True)
     assert model.config.pad_token_id == (1 if offset else None)
     # that of torch, which the authors left as it is
     assert model.config.layer_norm_eps == 1e-5
@@ -933,6 +935,8 @@ def test_refused_arguments(tokenizers, tmp_path, monkeypatch):
             convert_checkpoint(source, tmp_path / "yoso", texts=given)
     assert {path.name: path.read_bytes() for path in source.iterdir()} == kept
     assert not (tmp_path / "yoso").exists()
+    report = convert_checkpoint(source, tmp_path / "yoso", max_position_embeddings=3, texts=["one text"])
+    assert report.comparison.num_tokens == 3
 
 
 @pytest.fixture

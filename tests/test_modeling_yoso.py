@@ -118,6 +118,32 @@ def gradients(model, **inputs):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+@all_models
+def test_initial_weights(model_class):
+    """Matrices and embeddings are normal with standard deviation initializer_range, padding's 0, as BERT's are."""
+    model = make_model(model_class, conv_window=3)
+    norms = [name for name, module in model.named_modules() if isinstance(module, torch.nn.LayerNorm)]
+    draws = []
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif name.removesuffix(".weight") in norms:
+            assert (parameter == 1).all(), name
+        else:
+            if name.endswith("word_embeddings.weight"):
+                padding = model.config.pad_token_id
+                assert not parameter[padding].any()
+                parameter = torch.cat([parameter[:padding], parameter[padding + 1 :]])
+            draws.append(parameter.detach().flatten() / 0.3)
+            # four standard errors of the mean, and of the standard deviation, of so many normal numbers
+            assert abs(draws[-1].mean()) < 4 / math.sqrt(len(draws[-1])), name
+            assert abs(draws[-1].std() - 1) < 4 / math.sqrt(2 * len(draws[-1])), name
+    # no two matrices are the same draw, and none is of another distribution with these two moments
+    draws = torch.cat(draws)
+    assert len(draws.unique()) > 0.9 * len(draws)
+    assert abs((draws**4).mean() - 3) < 4 * math.sqrt(96 / len(draws))
+
+
 @pytest.mark.parametrize("conv_window", [None, 3])
 @all_models
 def test_loads_checkpoint_of_transformers(model_class, conv_window, tmp_path):
