@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.yoso import modeling_yoso as transformers_yoso
 
 from yoso_hf import (
+    HashFunctions,
     YosoConfig,
     YosoForMaskedLM,
     YosoForMultipleChoice,
@@ -1103,6 +1104,19 @@ def test_nothing_is_drawn_where_auto_takes_the_exact_kernel(use_fast_hash):
         layer(rows)
         changed.append(not torch.equal(torch.rand(8), expected))
     assert changed == [False, True]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_fast_hash", [True, False])
+def test_training_draws_functions_of_the_kind_that_is_set(use_fast_hash, monkeypatch):
+    model = make_model(YosoModel, use_expectation=False, use_fast_hash=use_fast_hash).train()
+    layer, rows = model.encoder.layer[0].attention.self, torch.randn(1, 20, 32)
+    torch.manual_seed(0)
+    got, _ = layer(rows)
+    torch.manual_seed(0)
+    functions = HashFunctions.sample(*layer.hash_sizes(), kind="hadamard" if use_fast_hash else "gaussian")
+    monkeypatch.setattr(layer, "hash_functions", lambda query: functions)
+    assert torch.equal(got, layer(rows)[0])
 
 
 @torch.no_grad()
