@@ -799,6 +799,19 @@ def test_checkpoints_of_the_authors(style, offset, attention, conv, tmp_path):
         torch.testing.assert_close(exact(input_ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_code_in_a_file_of_the_authors_is_not_run(tmp_path):
+    class Code:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "ran",)
+
+    weights, _, _ = authors_weights(layers=1, offset=0, style="code", conv=False)
+    torch.save({"model_state_dict": weights, "code": Code()}, tmp_path / "cp.model")
+    (tmp_path / "config.json").write_text(json.dumps({"model": AUTHORS_CONFIG | {"num_layers": 1}}))
+    with pytest.raises(ValueError, match=r"cp.model cannot be read, .*UnpicklingError: "):
+        convert_checkpoint(tmp_path / "cp.model", tmp_path / "yoso")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_authors_files_that_do_not_fit(tmp_path):
     weights, _, _ = authors_weights(layers=1, offset=0, style="code", conv=False)
     path = tmp_path / "cp.model"
