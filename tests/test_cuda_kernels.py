@@ -172,6 +172,10 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
             inputs.first_order(ops, dtype)
     *tensors, codes = make_near((1, 1, 130, 64, 40, 18, 6), dtype)
     outputs(ops, *tensors, codes, 6, 40)
+# queries for two blocks that share tables, the last of which has fewer
+inputs = Inputs("random", (1, 1, 2051, 40, 64, 64, 2, 2), torch.bfloat16)
+rows = [x.bfloat16() for x in (inputs.query, inputs.key, inputs.value)]
+ops.sampled_attention(*rows, *inputs.codes, 2, False, True)
 inputs = Inputs("random", (1, 1, 40, 40, 16, 16, 1, 1), torch.float32)
 rows, weight = (inputs.query, inputs.key, inputs.value), torch.ones(1, 1, 40)
 places = inputs.shift, torch.tensor([[[-1, 40, 2**40, 3]]])
