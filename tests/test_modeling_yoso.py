@@ -1117,7 +1117,7 @@ def test_training_draws_functions_of_the_kind_that_is_set(use_fast_hash, monkeyp
     got, _ = layer(rows)
     torch.manual_seed(0)
     functions = HashFunctions.sample(*layer.hash_sizes(), kind="hadamard" if use_fast_hash else "gaussian")
-    monkeypatch.setattr(layer, "hash_functions", lambda query: functions)
+    monkeypatch.setattr(layer, "hash_functions", lambda _: functions)
     assert torch.equal(got, layer(rows)[0])
 
 
