@@ -290,7 +290,7 @@ def test_gradients_without_columns_of_values_are_zero(data, dtype):
 # in small buckets and in large ones
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("hash_code_len", [4, 2])
-@pytest.mark.parametrize("factor", [1e-18, 1e18])
+@pytest.mark.parametrize("factor", [3e-20, 1e18])
 def test_gradients_of_rows_far_from_length_one_are_as_accurate_as_pytorch(factor, hash_code_len):
     """Squares of the lengths just fit float32, products of two such squares do not."""
     inputs = Inputs("random", (1, 2, 157, 301, 64, 64, 4, hash_code_len), torch.bfloat16)
