@@ -15,9 +15,10 @@ SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 quickstart: .venv/.ready
 	$(BIN)/python scripts/quickstart.py
 
-# two files at a time, since most tests keep one core busy; a file's tests share what some of them take minutes to make
+# two files at a time, since most tests keep one core busy; a file's tests share what some of them take minutes to make.
+# OpenMP's threads do not keep a core from the other file while they wait
 test: .venv/.ready
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: .venv/.ready
 	$(BIN)/python -m pytest -q -m slow

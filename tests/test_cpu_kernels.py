@@ -30,7 +30,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 # half of the time: what no instruction set should change, threads and memory, and rows between equal and random ones
-LONG = "(same_bits_whe or out_of_memory or clusters)"
+LONG = "(same_bits or out_of_memory or clusters)"
 
 
 @pytest.mark.parametrize(
