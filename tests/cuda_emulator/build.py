@@ -73,7 +73,7 @@ def build(target: Path, arch: str = "90a", kernels: Sequence[str] = ("*",)) -> s
         program, translated, kernels = (folder / name for name in ("program.o", "kernels.cpp", "kernels.o"))
         command = [NVCC, "-c", str(source), "-o", str(program), f"-DYOSO_EMULATOR_ARCH={arch.rstrip('a')}", *includes]
         if source.suffix == ".cpp":
-            run(*command, *NVCC_FLAGS, "-O3")
+            run(*command, *NVCC_FLAGS, "-O3", "-Xcompiler", "-march=native,-ffp-contract=off")
             return [str(program)], ""
         architecture = f"-gencode=arch=compute_{arch},code=[compute_{arch},sm_{arch}]"
         log = run(*command, *KERNEL_FLAGS, architecture, "--keep", "--keep-dir", str(folder))

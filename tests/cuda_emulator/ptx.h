@@ -313,46 +313,21 @@ std::array<uint32_t, 4> load_matrices(const uint16_t* row, int operation) {
   });
 }
 
-// c plus the product of a 16 x 16 and a 16 x 8 matrix. Element (i, k) of the first is of lane 4 (i % 8) + k % 8 / 2, in
-// register i / 8 + 2 (k / 8); (k, j) of the second of lane 4 j + k % 8 / 2, in register k / 8; (i, j) of c and of the
-// result of lane 4 (i % 8) + j / 2, in register 2 (i / 8) + j % 2.
+// c plus the product of a 16 x 16 and a 16 x 8 matrix, see tensor_cores.h: a register has two numbers, the first in its
+// lower half.
 template <class T>
 std::array<float, 4> multiply_matrices(const std::array<uint32_t, 4>& a, const std::array<uint32_t, 2>& b,
                                        const std::array<float, 4>& c, int operation) {
-  // Every lane converts its own numbers, once, and arrays have no functions, which -Og would call: the tests spend much
-  // of their time here.
-  struct Operands {
-    float a[8], b[4];
-  } operands;
+  // arrays have no functions, which -Og would call: the tests spend much of their time here
+  float left[8], right[4], sums[4];
   const auto number = [](uint32_t pair, unsigned k) {
     return static_cast<float>(T{static_cast<uint16_t>(pair >> 16 * (k % 2))});
   };
-  for (unsigned k = 0; k < 8; ++k) operands.a[k] = number(a[k / 2], k);
-  for (unsigned k = 0; k < 4; ++k) operands.b[k] = number(b[k / 2], k);
-  return emulator::exchange(~0u, operation, operands, [&](auto peers) {
-    const unsigned i = emulator::lane() / 4, j = emulator::lane() % 4 * 2;
-    float left[2][16], right[2][16];
-    for (unsigned half = 0; half < 2; ++half) {
-      for (unsigned pair = 0; pair < 4; ++pair) {
-        const float* const row = peers[4 * i + pair].a + 2 * half;
-        const float* const column = peers[4 * (j + half) + pair].b;
-        for (unsigned k = 0; k < 2; ++k) {
-          left[half][2 * pair + k] = row[k];
-          left[half][2 * pair + k + 8] = row[k + 4];
-          right[half][2 * pair + k] = column[k];
-          right[half][2 * pair + k + 8] = column[k + 2];
-        }
-      }
-    }
-    float numbers[17][4];
-    for (unsigned r = 0; r < 4; ++r) {
-      for (unsigned k = 0; k < 16; ++k) numbers[k][r] = left[r / 2][k] * right[r % 2][k];
-      numbers[16][r] = c[r];
-    }
-    std::array<float, 4> result;
-    emulator::sum_on_tensor_cores(numbers, result.data());
-    return result;
-  });
+  for (unsigned k = 0; k < 8; ++k) left[k] = number(a[k / 2], k);
+  for (unsigned k = 0; k < 4; ++k) right[k] = number(b[k / 2], k);
+  for (unsigned k = 0; k < 4; ++k) sums[k] = c[k];
+  emulator::multiply_in_warp(left, right, sums, operation);
+  return {sums[0], sums[1], sums[2], sums[3]};
 }
 
 }  // namespace ptx

@@ -9,6 +9,8 @@ namespace emulator {
 namespace {
 
 constexpr unsigned kRows = 64, kDepth = 16, kMaxColumns = 256;
+// of the product of a warp, of whose columns a product of a warpgroup has several times as many
+constexpr unsigned kWarpRows = 16, kWarpColumns = 8;
 // 16 bytes, which the swizzle of shared memory keeps together
 constexpr unsigned kChunk = 8;
 
@@ -17,6 +19,11 @@ struct Matrices {
   float a[kRows][kDepth], b[kDepth][kMaxColumns], d[kRows][kMaxColumns];
 };
 Matrices matrices[1024 / kWarpgroup];
+// the same for each warp
+struct WarpMatrices {
+  float a[kWarpRows][kDepth], b[kDepth][kWarpColumns], d[kWarpRows][kWarpColumns];
+};
+WarpMatrices warp_matrices[1024 / 32];
 
 float from_bfloat16(uint32_t bits) { return std::bit_cast<float>(bits << 16); }
 
@@ -85,45 +92,34 @@ void look_at_operands(const Product& product) {
   right(product).look();
 }
 
-void multiply(const Product& product, Matrices& m) {
-  if (!product.a_in_registers) left(product).read([&](unsigned i, unsigned k, float x) { m.a[i][k] = x; });
-  right(product).read([&](unsigned j, unsigned k, float x) { m.b[k][j] = x; });
-  for (unsigned i = 0; i < kRows; ++i) {
-    for (unsigned first = 0; first < product.columns; first += 8) {
-      float numbers[kDepth + 1][8];
-      for (unsigned k = 0; k < kDepth; ++k)
-        for (unsigned j = 0; j < 8; ++j) numbers[k][j] = m.a[i][k] * m.b[k][first + j];
-      for (unsigned j = 0; j < 8; ++j) numbers[kDepth][j] = product.adds ? m.d[i][first + j] : 0;
-      sum_on_tensor_cores<8>(numbers, &m.d[i][first]);
-    }
-  }
-}
-
-}  // namespace
-
-template <unsigned width>
-void sum_on_tensor_cores(const float (&numbers)[17][width], float* sums) {
+// sums = the row times b, plus sums if it adds, as GPUs are known to add: numbers are cut to multiples of one that is
+// below the last bit of the largest, and the sum to a float32.
+void multiply_row(const float (&row)[kDepth], const float* b, unsigned b_stride, bool adds, float* sums) {
   constexpr int32_t kInfinite = 0x7F800000, kMantissaBits = 23;
-  int32_t largest[width] = {};
-  for (const auto& row : numbers) {
-    for (unsigned j = 0; j < width; ++j) {
-      const int32_t magnitude = std::bit_cast<int32_t>(row[j]) & 0x7FFFFFFF;
+  float numbers[kDepth + 1][kWarpColumns];
+  for (unsigned k = 0; k < kDepth; ++k)
+    for (unsigned j = 0; j < kWarpColumns; ++j) numbers[k][j] = row[k] * b[k * b_stride + j];
+  for (unsigned j = 0; j < kWarpColumns; ++j) numbers[kDepth][j] = adds ? sums[j] : 0;
+  int32_t largest[kWarpColumns] = {};
+  for (const auto& addends : numbers) {
+    for (unsigned j = 0; j < kWarpColumns; ++j) {
+      const int32_t magnitude = std::bit_cast<int32_t>(addends[j]) & 0x7FFFFFFF;
       largest[j] = magnitude > largest[j] ? magnitude : largest[j];
     }
   }
   // to less than 2^25
-  float scales[width];
-  for (unsigned j = 0; j < width; ++j) {
+  float scales[kWarpColumns];
+  for (unsigned j = 0; j < kWarpColumns; ++j) {
     const int32_t exponent = 2 * 127 + 24 - (largest[j] >> kMantissaBits);
     scales[j] = std::bit_cast<float>((exponent < 2 * 127 ? exponent : 2 * 127) << kMantissaBits);
   }
-  int32_t parts[width] = {};
-  for (const auto& row : numbers)
-    for (unsigned j = 0; j < width; ++j) parts[j] += static_cast<int32_t>(row[j] * scales[j]);
-  for (unsigned j = 0; j < width; ++j) {
+  int32_t parts[kWarpColumns] = {};
+  for (const auto& addends : numbers)
+    for (unsigned j = 0; j < kWarpColumns; ++j) parts[j] += static_cast<int32_t>(addends[j] * scales[j]);
+  for (unsigned j = 0; j < kWarpColumns; ++j) {
     if (largest[j] >= kInfinite) {
       sums[j] = 0;
-      for (const auto& row : numbers) sums[j] += row[j];
+      for (const auto& addends : numbers) sums[j] += addends[j];
       continue;
     }
     const double exact = double{1} * parts[j] / scales[j];
@@ -131,8 +127,33 @@ void sum_on_tensor_cores(const float (&numbers)[17][width], float* sums) {
     sums[j] = std::fabs(nearest) > std::fabs(exact) ? std::nextafter(nearest, 0.0f) : nearest;
   }
 }
-template void sum_on_tensor_cores(const float (&numbers)[17][4], float* sums);
-template void sum_on_tensor_cores(const float (&numbers)[17][8], float* sums);
+
+void multiply(const Product& product, Matrices& m) {
+  if (!product.a_in_registers) left(product).read([&](unsigned i, unsigned k, float x) { m.a[i][k] = x; });
+  right(product).read([&](unsigned j, unsigned k, float x) { m.b[k][j] = x; });
+  for (unsigned i = 0; i < kRows; ++i)
+    for (unsigned first = 0; first < product.columns; first += kWarpColumns)
+      multiply_row(m.a[i], &m.b[0][first], kMaxColumns, product.adds, &m.d[i][first]);
+}
+
+void multiply_warp_matrices() {
+  WarpMatrices& m = warp_matrices[block.current / 32];
+  for (unsigned i = 0; i < kWarpRows; ++i) multiply_row(m.a[i], m.b[0], kWarpColumns, true, m.d[i]);
+}
+
+}  // namespace
+
+void multiply_in_warp(const float (&a)[8], const float (&b)[4], float (&d)[4], int operation) {
+  // Each thread reads and writes its own elements, so that none need wait until others have.
+  WarpMatrices& m = warp_matrices[block.current / 32];
+  const unsigned row = lane() / 4, pair = lane() % 4 * 2;
+  const auto result = [&](unsigned i) -> float& { return m.d[row + i / 2 * 8][pair + i % 2]; };
+  for (unsigned i = 0; i < 8; ++i) m.a[row + i / 2 % 2 * 8][i / 4 * 8 + pair + i % 2] = a[i];
+  for (unsigned i = 0; i < 4; ++i) m.b[i / 2 * 8 + pair + i % 2][row] = b[i];
+  for (unsigned i = 0; i < 4; ++i) result(i) = d[i];
+  wait_warp(~0u, operation, multiply_warp_matrices);
+  for (unsigned i = 0; i < 4; ++i) d[i] = result(i);
+}
 
 void multiply_in_warpgroup(const Product& product, const uint32_t* a, float* d, int operation) {
   const unsigned number = block.current / kWarpgroup, in_group = block.current % kWarpgroup;

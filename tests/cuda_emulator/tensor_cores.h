@@ -7,10 +7,10 @@
 
 namespace emulator {
 
-// The sums of columns, as GPUs are known to add: numbers are cut to multiples of one that is below the last bit of the
-// largest, and the sum to a float32. For a width of 4 or 8.
-template <unsigned width>
-void sum_on_tensor_cores(const float (&numbers)[17][width], float* sums);
+// d += a b, by the threads of a warp: 16 x 16 times 16 x 8. Element (i, k) of a is of lane 4 (i % 8) + k % 8 / 2, there
+// number 2 (i / 8) + 4 (k / 8) + k % 2; (k, j) of b of lane 4 j + k % 8 / 2, number 2 (k / 8) + k % 2; (i, j) of d of
+// lane 4 (i % 8) + j / 2, number 2 (i / 8) + j % 2.
+void multiply_in_warp(const float (&a)[8], const float (&b)[4], float (&d)[4], int operation);
 
 // d = a b, or d += a b, by the threads of a warpgroup: a is 64 x 16, b has as many columns as the product. d[4 j + r] of
 // warp w is element (16 w + lane / 4 + 8 (r / 2), 8 j + 2 (lane % 4) + r % 2); a's registers, if it lies in them, are

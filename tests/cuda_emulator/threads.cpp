@@ -46,7 +46,6 @@ void thread_main() {
   // a launch ends after those before it
   if (block.early && !block.thread().launches_before_ended) fail("an end without waiting for the launches before");
   block.thread().done = true;
-  block.progress = true;
   --block.alive;
   // threads that ended do not hold up the others
   if (block.alive > 0 && block.barrier.arrived == block.alive) {
@@ -88,18 +87,28 @@ void run_block() {
     block.threads[i].index = {i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
   }
   std::memset(shared_memory, kPoison, block.shared_bytes + kCanaryBytes);
-  while (block.alive > 0) {
-    block.progress = false;
-    for (unsigned step = 0; step < count; ++step) {
-      const unsigned i = reverse ? count - 1 - step : step;
+  // Lets each thread of a warp run until it waits, and returns whether any did.
+  const auto run_warp = [&](unsigned first) {
+    const unsigned lanes = std::min(count - first, 32u);
+    bool ran = false;
+    for (unsigned step = 0; step < lanes; ++step) {
+      const unsigned i = first + (reverse ? lanes - 1 - step : step);
       Thread& thread = block.threads[i];
       if (thread.done || thread.waits()) continue;
       block.current = i;
       stretch_counts = (counts_stretches ? thread.stretch_counts : unread_counts).data();
       thread_index = thread.index;
       yoso_emulator_switch(&block.scheduler, thread.stack_pointer);
+      ran = true;
     }
-    if (!block.progress) fail("a barrier that not all threads reach");
+    return ran;
+  };
+  while (block.alive > 0) {
+    bool ran = false;
+    // a warp goes on for as long as it waits for its own lanes only, while the caches have what is theirs
+    for (size_t step = 0; step < block.warps.size(); ++step)
+      while (run_warp(32 * (reverse ? block.warps.size() - 1 - step : step))) ran = true;
+    if (!ran) fail("a barrier that not all threads reach");
   }
   for (size_t i = 0; i < kCanaryBytes; ++i)
     if (shared_memory[block.shared_bytes + i] != kPoison) fail("a write past the shared memory");
@@ -155,12 +164,13 @@ uint32_t existing_lanes() {
   return threads < 32 ? (1u << threads) - 1 : ~0u;
 }
 
-void wait_warp(uint32_t mask, int operation) {
+void wait_warp(uint32_t mask, int operation, void (*opened)()) {
   if ((mask >> lane() & 1) == 0) fail("a thread that is not in the mask");
   if (warp().barrier.arrived == 0) warp().operation = operation;
   if (warp().operation != operation) fail("lanes of a warp that wait for different operations");
   const uint32_t existing = existing_lanes();
   wait(warp().barrier, std::popcount(mask & existing), [&] {
+    if (opened != nullptr) opened();
     if ((mask & existing) != existing) return;
     ++(operation == kWarpBarrier ? warp().syncs : warp().exchanges);
   });

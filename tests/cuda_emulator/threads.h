@@ -150,8 +150,6 @@ struct Block {
   // the last barriers to which a thread brought a yes, by turns
   uint64_t yes[2] = {};
   size_t shared_bytes = 0;
-  // whether anything happened since the scheduler last looked
-  bool progress = false;
   // which one it is of all that ever ran, and of which launch and what
   uint64_t serial = 0, launch = 0;
   const Kernel* kernel = nullptr;
@@ -208,7 +206,6 @@ void wait(Barrier& barrier, unsigned expected, const F& opened) {
   Thread& thread = block.thread();
   thread.barrier = &barrier;
   thread.generation = barrier.generation;
-  block.progress = true;
   if (++barrier.arrived == expected) {
     barrier.arrived = 0;
     ++barrier.generation;
@@ -228,8 +225,9 @@ inline Warp& warp() { return block.warps[block.current / 32]; }
 inline Warpgroup& warpgroup() { return block.warpgroups[block.current / kWarpgroup]; }
 // The lanes of the running thread's warp that have a thread, as bits.
 uint32_t existing_lanes();
-// Waits for the lanes of the mask at an operation, a number of its own in the kernel.
-void wait_warp(uint32_t mask, int operation = kWarpBarrier);
+// Waits for the lanes of the mask at an operation, a number of its own in the kernel. Before any goes on, the one that
+// comes last calls opened().
+void wait_warp(uint32_t mask, int operation = kWarpBarrier, void (*opened)() = nullptr);
 
 // What the lanes of a warp show each other, by lane.
 template <class T>
