@@ -1014,7 +1014,8 @@ def test_texts_are_cut_to_the_longest_input(
     )
     # a batch is as long as its own text
     assert sorted(longest) == [3, expected]
-    assert f"train.jsonl: 1 of 2 rows have {expected} tokens or more, and are cut there" in caplog.text
+    filled = f"train.jsonl: 1 of 2 rows fill {expected} tokens (--max_seq_length), where longer ones are cut"
+    assert filled in caplog.text
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
     assert tokenizer.model_max_length == (32 if architecture == "roberta" else 48)
 

@@ -5,6 +5,7 @@ import dataclasses
 import fnmatch
 import json
 import os
+import pickle
 import re
 import shutil
 import tempfile
@@ -586,7 +587,9 @@ def _naming_damage(source: str | Path) -> Iterator[None]:
     except Exception as error:
         # safetensors, torch, pickle, zipfile and json have many; what follows their first sentence is advice
         reason = f"{type(error).__name__}: {error}".partition(". ")[0]
-        message = f"{source} cannot be read, its files may be missing, cut short or damaged ({reason})"
+        # also what torch says of objects that it would have to run code for
+        code = ", or hold code, which is not run" if isinstance(error, pickle.UnpicklingError) else ""
+        message = f"{source} cannot be read, its files may be missing, cut short or damaged{code} ({reason})"
         raise ValueError(message) from error
 
 

@@ -361,8 +361,8 @@ def encode(
     long = pc.sum(pc.greater_equal(lengths, max_seq_length)).as_py() or 0
     if long:
         logger.warning(
-            f"{table.source}: {long} of {len(encoded)} rows have {max_seq_length} tokens or more, and are cut there "
-            "(--max_seq_length)"
+            f"{table.source}: {long} of {len(encoded)} rows fill {max_seq_length} tokens (--max_seq_length), where "
+            "longer ones are cut"
         )
     return encoded if labels is None else encoded.add_column("labels", labels)
 
