@@ -50,8 +50,10 @@ def run_emulated(kernels: Path, code: str, *arguments: str, **settings: str) -> 
 def assert_no_register_is_spilled(log: str, but: str = "kernelId") -> None:
     """By what nvcc says of kernels, but for some: those of float64, unless given, which is there to be right.
 
-    Nor is a product of a warpgroup waited for where the source does not, which ptxas warns of.
+    Nor is a product of a warpgroup waited for where the source does not, which ptxas warns of; nor is there any other
+    warning.
     """
+    assert re.findall(r".*: warning .*", log) == []
     assert re.findall(r"\(C75\d\d\).*", log) == []
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     names = re.findall(r"Compiling entry function '(\w+)' for", log)

@@ -361,14 +361,14 @@ struct Batch {
       }
       if (lane >= taken) continue;
       const int first_tile = begin[side] & kTileMask, end_tile = end[side] & kTileMask;
-      const int other = begin[1 - side] & kTileMask, others = (end[1 - side] & kTileMask) - other;
+      const int other = begin[1 - side] & kTileMask, end_other = end[1 - side] & kTileMask;
       for (int tile = first_tile; tile < end_tile; ++tile) {
         const int skipped = (tile - first_tile) * kPicked;
         tiles[side][tile] = {item.starts[side][code] + skipped, min(rows[side] - skipped, kPicked)};
       }
       Task* task = tasks[side] + (begin[side] >> kTaskBits);
       for (int tile = first_tile; tile < end_tile; tile += Plan::kParts)
-        *task++ = {tile, min(end_tile - tile, Plan::kParts), other, others};
+        *task++ = {tile, min(end_tile - tile, Plan::kParts), other, end_other - other};
     }
   }
 
@@ -575,7 +575,7 @@ __device__ __forceinline__ void store_tile(BatchRows<In, Plan>& memory, const He
     to.inverse_length[half] = memory.inverse_length[side][first + 8 * half];
     to.exists[half] = number >= 0;
   }
-  uint32_t own[kPairs][4];
+  uint32_t own[kPairs][4] = {};
   if constexpr (sizeof(Addend<In>) == 2) {
     const uint32_t own_rows = memory.rows_of(side).address(place + lane % 16, lane / 16);
 #pragma unroll

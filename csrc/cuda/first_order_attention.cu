@@ -92,7 +92,7 @@ __device__ __forceinline__ auto rows_of_sums(const Sums<T>& sums, const Head& he
   return [=](int r) { return first + r < sums.rows ? sums.at(head.both, first + r) : nullptr; };
 }
 template <class T>
-__device__ __forceinline__ TileSource<T> source_of(const Sums<T>& sums) {
+__device__ __forceinline__ TileSource<T> source_of_sums(const Sums<T>& sums) {
   return {{}, sums.columns, sums.columns % kLaneColumns == 0};
 }
 
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   for (int32_t column = 0; column < query.columns; column += kTile) {
     __syncthreads();
     load_tile<false, kThreads>(query, rows_of_head(query, head, first, p.queries), column, shared.left);
-    load_tile<false, kThreads>(source_of(sums), rows_of_sums(sums, head, column), first_value, shared.right);
+    load_tile<false, kThreads>(source_of_sums(sums), rows_of_sums(sums, head, column), first_value, shared.right);
     if (threadIdx.x < kTile)
       shared.numbers[threadIdx.x] =
           column + threadIdx.x < sums.rows ? sums.at(head.both, column + threadIdx.x)[sums.columns] : 0;
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int32_t column = 0; column < value.columns; column += kTile) {
         __syncthreads();
         load_tile<false, kThreads>(grad, rows_of_head(grad, head, first, end), column, shared.left);
-        load_tile<true, kThreads>(source_of(sums), rows_of_sums(sums, head, start), column, shared.right);
+        load_tile<true, kThreads>(source_of_sums(sums), rows_of_sums(sums, head, start), column, shared.right);
         __syncthreads();
         multiply_tiles<false>(shared.left, shared.right, elements);
       }
@@ -398,7 +398,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     for (int32_t column = 0; column < value.columns; column += kTile) {
       __syncthreads();
       load_tile<false, kThreads>(value, value_rows, column, shared.left);
-      load_tile<true, kThreads>(source_of(sums), rows_of_sums(sums, head, start), column, shared.right);
+      load_tile<true, kThreads>(source_of_sums(sums), rows_of_sums(sums, head, start), column, shared.right);
       __syncthreads();
       multiply_tiles<false>(shared.left, shared.right, elements);
     }
@@ -417,7 +417,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     for (int32_t column = 0; column < key.columns; column += kTile) {
       __syncthreads();
       load_tile<false, kThreads>(key, key_rows, column, shared.left);
-      load_tile<false, kThreads>(source_of(sums), rows_of_sums(sums, head, column), start, shared.right);
+      load_tile<false, kThreads>(source_of_sums(sums), rows_of_sums(sums, head, column), start, shared.right);
       __syncthreads();
       multiply_tiles<false>(shared.left, shared.right, elements);
     }
