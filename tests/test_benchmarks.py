@@ -324,7 +324,7 @@ def test_operator_benchmarks_run(benchmark, size, run_here):
 
 
 @needs_proc
-def test_attention_and_model_benchmarks_run_and_are_drawn(tmp_path, run_here):
+def test_the_attention_benchmark_runs_and_is_drawn(tmp_path):
     # as a program: its cases reach the processes that measure memory from there too
     output = tmp_path / "attention.json"
     command = [sys.executable, BENCHMARKS / "bench_attention.py", "--output", output, "--seconds", "0"]
@@ -352,6 +352,18 @@ def test_attention_and_model_benchmarks_run_and_are_drawn(tmp_path, run_here):
         (1024, 9, 2),
     ]
 
+    picture, models = tmp_path / "lengths.png", BENCHMARKS / "results" / "models-cpu.json"
+    subprocess.run([sys.executable, BENCHMARKS / "plot_lengths.py", output, models, picture], check=True)
+    pixels = image.imread(picture)[..., :3]
+    # softmax is drawn in red, in both rows of the picture
+    red = (pixels[..., 0] > 0.8) & (pixels[..., 1:] < 0.25).all(-1)
+    assert red[: len(red) // 2].any()
+    assert red[len(red) // 2 :].any()
+
+
+@pytest.mark.slow
+@needs_proc
+def test_the_benchmark_of_models_runs(run_here):
     models = run_here(bench_models, "--lengths", "64", "128", "--pair_lengths", "64", "--limit", "0")
     cases = {
         length: {row["case"] for row in models["rows"] if (row["group"], row["length"]) == ("lengths", length)}
@@ -367,15 +379,6 @@ def test_attention_and_model_benchmarks_run_and_are_drawn(tmp_path, run_here):
     }
     assert len(models["table"]) == 3
     assert models["table"][2]["ratio"] == pytest.approx(peak["yoso"] / peak["BERT (sdpa)"])
-
-    picture = tmp_path / "lengths.png"
-    command = [sys.executable, BENCHMARKS / "plot_lengths.py", output, tmp_path / "bench_models.json", picture]
-    subprocess.run(command, check=True)
-    pixels = image.imread(picture)[..., :3]
-    # softmax is drawn in red, in both rows of the picture
-    red = (pixels[..., 0] > 0.8) & (pixels[..., 1:] < 0.25).all(-1)
-    assert red[: len(red) // 2].any()
-    assert red[len(red) // 2 :].any()
 
 
 def test_embeddings_are_compared_with_those_of_softmax(tmp_path, run_here):
