@@ -807,7 +807,8 @@ def test_code_in_a_file_of_the_authors_is_not_run(tmp_path):
     weights, _, _ = authors_weights(layers=1, offset=0, style="code", conv=False)
     torch.save({"model_state_dict": weights, "code": Code()}, tmp_path / "cp.model")
     (tmp_path / "config.json").write_text(json.dumps({"model": AUTHORS_CONFIG | {"num_layers": 1}}))
-    with pytest.raises(ValueError, match=r"cannot be read, .* hold code, which is not run \(UnpicklingError: "):
+    message = r"cp.model cannot be read, .* hold code, which is not run \(UnpicklingError: "
+    with pytest.raises(ValueError, match=message):
         convert_checkpoint(tmp_path / "cp.model", tmp_path / "yoso")
     assert not (tmp_path / "ran").exists()
 
