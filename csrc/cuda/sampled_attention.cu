@@ -608,6 +608,8 @@ __device__ __forceinline__ void add_shared_tables(const Problem<In, Code>& p, in
       }
     }
     store_shared_sums(p, unknown(number + slice), sums);
+    // its lanes may have left one by one, and matrices are read and multiplied by all of them
+    __syncwarp();
   }
 }
 
