@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from transformers import set_seed
 
 from yoso_hf.conversion import POSITION_METHODS, convert_checkpoint
-from yoso_hf.data import find_files, iterate_texts, read_files, select_text
+from yoso_hf.data import find_files, iterate_texts, read_files
 from yoso_hf.training import parse_arguments
 
 
@@ -80,7 +80,7 @@ def read_texts(args: ConversionArguments) -> list[str] | None:
     if not args.text_file:
         return None
     files, source = find_files(args.text_file, "--text_file"), f"--text_file {' '.join(args.text_file)}"
-    rows = select_text(read_files(files, source, document=args.document, streaming=True), args.text_column, source)
+    rows = read_files(files, source, document=args.document, text_column=args.text_column, streaming=True)
     texts = (text for text in iterate_texts(rows, source) if text and text.strip())
     chosen = list(itertools.islice(texts, args.max_texts))
     if not chosen:

@@ -291,12 +291,15 @@ def read_documents(
     def read(argument: str, split: str | None) -> tuple[str, Dataset | IterableDataset]:
         if files[argument]:
             source = f"--{argument} {' '.join(getattr(args, argument))}"
-            documents = read_files(files[argument], source, document=args.document, streaming=args.streaming)
-        else:
-            source = f"--dataset_name {args.dataset_name}, split {split}"
-            documents = load_dataset(
-                args.dataset_name, args.dataset_config_name, split=split, streaming=args.streaming
+            return source, read_files(
+                files[argument],
+                source,
+                document=args.document,
+                text_column=args.text_column,
+                streaming=args.streaming,
             )
+        source = f"--dataset_name {args.dataset_name}, split {split}"
+        documents = load_dataset(args.dataset_name, args.dataset_config_name, split=split, streaming=args.streaming)
         return source, select_text(documents, args.text_column, source)
 
     documents = {}

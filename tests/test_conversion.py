@@ -1030,7 +1030,7 @@ def script(load_script):
         ("blank.txt", b" \n\n\t\n", "holds no documents"),
         ("blank.jsonl", b'{"text": " "}\n{"text": null}\n', "holds no texts, only blank ones"),
         ("latin.txt", "café".encode("latin-1"), "cannot be read: .*'utf-8' codec can't decode"),
-        ("cut.jsonl", b'{"te', "cannot be read: .*JSON"),
+        ("cut.jsonl", b'{"te', "cannot be read.*: .*JSON"),
     ],
 )
 def test_files_without_usable_texts_are_refused(script, tmp_path, name, content, message):

@@ -216,14 +216,47 @@ def test_text_column_of_files(ending, streaming, tmp_path):
         Dataset.from_list(rows).to_parquet(path)
     else:
         path.write_text(json.dumps(rows) if ending == "json" else "".join(json.dumps(row) + "\n" for row in rows))
-    documents = read_files(find_files([str(path)], "--train_file"), "--train_file", streaming=streaming)
-    assert [dict(row) for row in select_text(documents, "body", "--train_file")] == [
-        {"text": row["body"]} for row in rows
-    ]
+
+    def documents(**options):
+        return read_files(find_files([str(path)], "--train_file"), "--train_file", streaming=streaming, **options)
+
+    assert [dict(row) for row in documents(text_column="body")] == [{"text": row["body"]} for row in rows]
     with pytest.raises(ValueError, match="--text_column text: no such column in --train_file, .* id, body"):
-        select_text(documents, "text", "--train_file")
-    with pytest.raises(ValueError, match="--text_column id must hold text, got int"):
-        select_text(documents, "id", "--train_file")
+        documents()
+    with pytest.raises(ValueError, match="^--.* id.* must hold text, got .*int|column 'id' must hold text, got 0"):
+        documents(text_column="id")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_texts_of_json_are_as_written_whatever_lies_beside_them(streaming, tmp_path):
+    """Columns of mixed types, and texts that look like dates, numbers or JSON."""
+    texts = ["2020-01-01", "5", '{"a": 1}', '"quoted"\n', "null", "\u2028é\x85"]
+    beside = [1, "one", {"a": 1}, {"b": ["x", 2]}, [1, {"c": None}], None]
+    rows = [{"meta": value, "text": text} for text, value in zip(texts, beside, strict=True)]
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    contents = {
+        "lines": lines,
+        "blank": f"\r\n{lines}\n ",
+        "list": json.dumps(rows, ensure_ascii=False),
+        "pretty": json.dumps(rows, indent=2),
+        "texts": json.dumps(texts),
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}.json").write_text(content, encoding="utf-8", newline="")
+    (tmp_path / "object.json").write_text(json.dumps({"text": "alone", "more": rows}, indent=2))
+    for name in contents:
+        files = [str(tmp_path / f"{name}.json"), str(tmp_path / "object.json")]
+        assert list(iterate_texts(read_files(files, "-", streaming=streaming), "-")) == [*texts, "alone"], name
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_no_text_in_a_later_json_file_is_refused(streaming, tmp_path):
+    """As in the first; load_dataset would put quotes around all texts of such a file, and of those after it."""
+    for name, row in (("a", {"text": "one"}), ("b", {"text": 2024}), ("c", {"text": "three"})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    files = find_files([str(tmp_path / "*.jsonl")], "--train_file")
+    with pytest.raises(ValueError, match="^--train_file cannot be read.*b.jsonl, line 1: column 'text' .* got 2024"):
+        list(iterate_texts(read_files(files, "--train_file", streaming=streaming), "--train_file"))
 
 
 def test_files_in_the_order_given(tmp_path):
@@ -297,16 +330,17 @@ def test_what_cannot_be_read_is_named(name, content, reason, streaming, tmp_path
     for document in ("line", "paragraph", "file"):
         with pytest.raises(ValueError, match=f"^--train_file {path} cannot be read.*: .*{reason}"):
             source = f"--train_file {path}"
-            select_text(read_files([str(path)], source, document=document, streaming=streaming), "text", source)
+            read_files([str(path)], source, document=document, streaming=streaming)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "reason"),
     [
-        ('{"text": "one"}\n{"text": 5}\n', '{"text": "two"}\n', "a document must be text, got 5"),
-        ('{"text": "one"}\n', '{"text": "two"}\n{"te', "JSON"),
-        ('{"text": "one"}\n', '{"body": "two"}\n', "column names don't match"),
-        ('{"text": null}\n', '{"text": "two"}\n', "Couldn't cast array of type string to null"),
+        ('{"text": "one"}\n{"text": 5}\n', '{"text": "two"}\n', r"a.jsonl, line 2: .* must hold text, got 5 \(int\)"),
+        ('{"text": "one"}\n', '{"text": "two"}\n\n{"text": {"a": 1}}', r"b.jsonl, line 3: .* got {'a': 1} \(dict\)"),
+        ('{"text": "one"}\n', '{"text": "two"}\n{"te', "b.jsonl, line 2: no JSON: .* column 2"),
+        ('{"text": "one"}\n', '{"text": "two"}\n5', "b.jsonl, line 2: a document must be an object, got 5"),
+        ('{"text": "one"}\n', r'{"text": "two\ud83d"}', "b.jsonl, line 1: .*surrogates not allowed"),
     ],
 )
 def test_what_cannot_be_read_later_is_named_too(first, second, reason, tmp_path):
@@ -315,8 +349,7 @@ def test_what_cannot_be_read_later_is_named_too(first, second, reason, tmp_path)
     (tmp_path / "a.jsonl").write_text(first)
     (tmp_path / "b.jsonl").write_text(second)
     files = find_files([str(tmp_path / "*.jsonl")], source)
-    documents = select_text(read_files(files, source, streaming=True), "text", source)
-    texts = iterate_texts(documents, source)
+    texts = iterate_texts(read_files(files, source, streaming=True), source)
     assert next(texts) in ("one", None)
     with pytest.raises(ValueError, match=f"(?s)^{source} cannot be read: .*{reason}"):
         list(texts)
@@ -343,7 +376,7 @@ def test_compressed_files_hold_what_they_were_made_of(tmp_path, streaming, endin
     (tmp_path / f"b.{name}").write_text(contents[1])
     files = find_files([str(tmp_path / "*")], "--train_file")
     rows = read_files(files, "--train_file", document=document, streaming=streaming)
-    assert list(iterate_texts(select_text(rows, "text", "--train_file"), "--train_file")) == expected
+    assert list(iterate_texts(rows, "--train_file")) == expected
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -364,7 +397,7 @@ def test_damaged_compressed_files_are_named(tmp_path, streaming, ending, name, d
     files = find_files([str(tmp_path / "*")], "--train_file")
     with pytest.raises(ValueError, match="^--train_file cannot be read"):
         rows = read_files(files, "--train_file", streaming=streaming)
-        list(iterate_texts(select_text(rows, "text", "--train_file"), "--train_file"))
+        list(iterate_texts(rows, "--train_file"))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -372,8 +405,7 @@ def test_damaged_compressed_files_are_named(tmp_path, streaming, ending, name, d
 def test_documents_without_a_text_are_warned_of_once(tmp_path, caplog, streaming, second):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + 3 * f"{second}\n")
     source = f"--train_file {tmp_path}"
-    rows = read_files([str(tmp_path / "a.jsonl")], source, streaming=streaming)
-    documents = select_text(rows, "text", source)
+    documents = read_files([str(tmp_path / "a.jsonl")], source, streaming=streaming)
     for _ in range(2):
         assert next(iterate_texts(documents, source)) == "one"
         assert len(list(iterate_texts(documents, source))) == 4
@@ -385,9 +417,8 @@ def test_documents_without_a_text_are_warned_of_once(tmp_path, caplog, streaming
 def test_a_file_of_blank_lines_holds_no_documents(tmp_path, streaming):
     (tmp_path / "blank.txt").write_text("\n\n \n")
     files = find_files([str(tmp_path / "blank.txt")], "--train_file")
-    documents = read_files(files, "--train_file", streaming=streaming)
     with pytest.raises(ValueError, match="^--train_file holds no documents"):
-        select_text(documents, "text", "--train_file")
+        read_files(files, "--train_file", streaming=streaming)
 
 
 def test_empty_dataset_is_refused():

@@ -2,11 +2,14 @@
 
 import glob
 import itertools
+import json
 import lzma
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
+from typing import Any, TextIO
 
 import fsspec
 import numpy as np
@@ -30,6 +33,8 @@ _DAMAGES = (OSError, EOFError, lzma.LZMAError, zlib.error)
 _READING_ERRORS = (DatasetGenerationError, ValueError, TypeError, *_DAMAGES)
 # a byte order mark at the head of a file, as editors on Windows write it, is no text
 _ENCODING = "utf-8-sig"
+# of which one at least has the column of the text, whatever the others hold
+_ROWS_TO_CHECK = 1000
 # enough for the tokenizer's threads, and its own records of so much text still fit in memory
 _CHARACTERS_AT_ONCE = 2**20
 
@@ -71,32 +76,44 @@ def find_files(patterns: list[str], source: str) -> list[str]:
 
 
 def read_files(
-    files: list[str], source: str, *, document: str = "paragraph", streaming: bool = False
+    files: list[str],
+    source: str,
+    *,
+    document: str = "paragraph",
+    text_column: str = "text",
+    streaming: bool = False,
 ) -> Dataset | IterableDataset:
-    """Open local files as a dataset.
+    """Open the text of local files as a dataset.
 
     Args:
         files: what `find_files` gave.
         source: where they come from, for messages: "--train_file".
         document: what a document is in a .txt file: "line", "paragraph" (a line without text ends it) or "file".
+        text_column: the column of other files that holds the text; what else they hold is not looked at in JSON.
         streaming: read the files as they are used, instead of into the cache of datasets first.
 
     Returns:
-        One row per document; the text of .txt files is in the column "text".
+        One row per document, with the one column "text".
 
     Raises:
-        ValueError: a file cannot be read as its ending says.
+        ValueError: a file cannot be read as its ending says, or what `select_text` raises.
     """
     builder = _BUILDERS[_ending(files[0])]
     try:
-        if builder == "text" and document == "paragraph":
-            return _read_paragraphs(files, streaming)
-        options = {"sample_by": _DOCUMENT_UNITS[document], "encoding": _ENCODING} if builder == "text" else {}
-        # load_dataset takes paths for globs
-        paths = [glob.escape(path) for path in files]
-        return load_dataset(builder, data_files=paths, split="train", streaming=streaming, **options)
+        if builder == "json":
+            _check_json_column(files, text_column, source)
+            rows = _generated(_json_documents, files, text_column, streaming)
+        elif builder == "text" and document == "paragraph":
+            rows = _generated(_paragraphs, files, "text", streaming)
+        else:
+            options = {"sample_by": _DOCUMENT_UNITS[document], "encoding": _ENCODING} if builder == "text" else {}
+            # load_dataset takes paths for globs, and finds again what it has read by path and time, and a name
+            paths = [glob.escape(path) for path in files]
+            name = f"size-{sum(map(os.path.getsize, files))}"
+            rows = load_dataset(builder, name, data_files=paths, split="train", streaming=streaming, **options)
     except _READING_ERRORS as error:
         raise _unreadable(f"{source} cannot be read as {builder}", error) from error
+    return select_text(rows, text_column, source)
 
 
 def _ending(path: str) -> str:
@@ -110,29 +127,102 @@ def _unreadable(what: str, error: Exception) -> ValueError:
     return ValueError(f"{what}: {reason or error}")
 
 
-def _read_paragraphs(files: list[str], streaming: bool) -> Dataset | IterableDataset:
-    features, arguments = Features({"text": Value("string")}), {"files": files}
+def _generated(
+    read: Callable[[list[str], str], Iterator[dict[str, Any]]], files: list[str], column: str, streaming: bool
+) -> Dataset | IterableDataset:
+    features, arguments = Features({column: Value("string")}), {"files": files, "column": column}
     if streaming:
-        return IterableDataset.from_generator(_paragraphs, features=features, gen_kwargs=arguments)
-    if next(_paragraphs(files), None) is None:
+        return IterableDataset.from_generator(read, features=features, gen_kwargs=arguments)
+    if next(read(**arguments), None) is None:
         # which from_generator refuses, in words of its own
-        return Dataset.from_dict({"text": []}, features=features)
-    # as load_dataset, which knows a file by its path, size and time
+        return Dataset.from_dict({column: []}, features=features)
+    # of what was read before
     status = [(os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files]
-    fingerprint = Hasher.hash(["paragraphs", _ENCODING, status])
-    return Dataset.from_generator(_paragraphs, features=features, gen_kwargs=arguments, fingerprint=fingerprint)
+    fingerprint = Hasher.hash([read.__name__, column, _ENCODING, status])
+    return Dataset.from_generator(read, features=features, gen_kwargs=arguments, fingerprint=fingerprint)
 
 
-def _paragraphs(files: list[str]) -> Iterator[dict[str, str]]:
+@contextmanager
+def _opened(path: str) -> Iterator[TextIO]:
+    try:
+        # not by fsspec.open, to which "::" in a path is a chain of file systems
+        with fsspec.filesystem("file").open(path, "rt", encoding=_ENCODING, compression="infer") as file:
+            yield file
+    except (UnicodeDecodeError, *_DAMAGES) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _paragraphs(files: list[str], column: str) -> Iterator[dict[str, str]]:
     for path in files:
+        with _opened(path) as file:
+            for is_blank, lines in itertools.groupby(file, key=lambda line: not line.strip()):
+                if not is_blank:
+                    yield {column: "".join(lines).removesuffix("\n")}
+
+
+def _json_documents(files: list[str], column: str) -> Iterator[dict[str, str | None]]:
+    for place, row in _json_rows(files):
+        text = row.get(column)
         try:
-            # not by fsspec.open, to which "::" in a path is a chain of file systems
-            with fsspec.filesystem("file").open(path, "rt", encoding=_ENCODING, compression="infer") as file:
-                for is_blank, lines in itertools.groupby(file, key=lambda line: not line.strip()):
-                    if not is_blank:
-                        yield {"text": "".join(lines).removesuffix("\n")}
-        except (UnicodeDecodeError, *_DAMAGES) as error:
-            raise ValueError(f"{path}: {error}") from error
+            if not isinstance(text, str | None):
+                raise ValueError(f"column {column!r} must hold text, got {str(text)[:100]} ({type(text).__name__})")
+            # half a character, as a text that was cut may end with, is none
+            (text or "").encode()
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        yield {column: text}
+
+
+def _json_rows(files: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of files, one a line or all in a list, each with its place. A text alone is an object's."""
+    # load_dataset makes text of what is none where an object's types differ from those before, quotes and all
+    for path in files:
+        for place, value in _json_values(path):
+            for row in value if isinstance(value, list) else [value]:
+                row = {"text": row} if isinstance(row, str) else row
+                if not isinstance(row, dict):
+                    raise ValueError(f"{place}: a document must be an object, got {str(row)[:100]}")
+                yield place, row
+
+
+def _json_values(path: str) -> Iterator[tuple[str, Any]]:
+    with _opened(path) as file:
+        is_first = True
+        for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                if is_first and _ending(path) == ".json":
+                    # of one value, of many lines
+                    break
+                raise ValueError(f"{place}: no JSON: {error}") from error
+            yield place, value
+            is_first = False
+        else:
+            return
+    with _opened(path) as file:
+        try:
+            value = json.load(file)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: no JSON: {error}") from error
+    yield path, value
+
+
+def _check_json_column(files: list[str], column: str, source: str) -> None:
+    names = {}
+    for _, row in itertools.islice(_json_rows(files), _ROWS_TO_CHECK):
+        names |= dict.fromkeys(row)
+        if column in names:
+            return
+    if names:
+        raise _no_column(column, source, names)
+
+
+def _no_column(column: str, source: str, present: Iterable[str]) -> ValueError:
+    return ValueError(f"--text_column {column}: no such column in {source}, which has {', '.join(present)}")
 
 
 def select_text(documents: Dataset | IterableDataset, text_column: str, source: str) -> Dataset | IterableDataset:
@@ -156,7 +246,7 @@ def select_text(documents: Dataset | IterableDataset, text_column: str, source: 
     if first is None:
         raise ValueError(f"{source} holds no documents")
     if text_column not in first:
-        raise ValueError(f"--text_column {text_column}: no such column in {source}, which has {', '.join(first)}")
+        raise _no_column(text_column, source, first)
     if not isinstance(first[text_column], str | None):
         raise ValueError(
             f"--text_column {text_column} must hold text, got {type(first[text_column]).__name__} in {source}"
