@@ -724,6 +724,29 @@ def test_a_csv_column_has_one_type_whatever_rows_are_read_at_once(tmp_path):
     assert list(zip(table.rows["label"], table.rows["text"], strict=True)) == rows
 
 
+def test_a_blank_line_of_one_column_is_a_row(tmp_path):
+    """Predictions would else be those of other lines."""
+    (tmp_path / "a.csv").write_text("sentence\ngood\n\nbad\n", newline="")
+    assert list(read_file("test_file", str(tmp_path / "a.csv")).rows["sentence"]) == ["good", "", "bad"]
+    (tmp_path / "b.csv").write_text("sentence,label\ngood,1\n\nbad,0\n", newline="")
+    assert list(read_file("train_file", str(tmp_path / "b.csv")).rows["label"]) == [1, 0]
+
+
+def test_a_number_among_the_texts_of_a_large_json_file_is_refused(tmp_path):
+    """Of the piece of the file that it is in, datasets would else put quotes around all other texts."""
+    rows = [{"sentence": f"{index} " * 500, "label": "no"} for index in range(5000)] + [{"sentence": "5", "label": 1}]
+    with pytest.raises(ValueError, match="^--train_file .*: no rows can be read as json: .*label.* string to number"):
+        read_file("train_file", write_rows(tmp_path / "a.jsonl", rows))
+
+
+def test_a_file_that_has_changed_is_read_again_whatever_its_time(tmp_path):
+    path = tmp_path / "a.csv"
+    for text in ("one", "three"):
+        path.write_text(f"sentence,label\n{text},1\n")
+        os.utime(path, (2e9, 2e9))
+        assert list(read_file("train_file", str(path)).rows["sentence"]) == [text]
+
+
 @pytest.mark.parametrize("row", ["good film, really,1", "good, film, really,1"])
 def test_a_csv_row_with_more_fields_than_the_header_is_refused(tmp_path, row):
     (tmp_path / "a.csv").write_text(f"text,label\n{row}\n")

@@ -129,8 +129,12 @@ def read_file(argument: str, path: str, texts: Collection[str] = ()) -> Table:
     source, kind = f"--{argument} {path}", _FORMATS[Path(path).suffix.lower()]
     try:
         options = _csv_options(path) if kind == "csv" else {}
-        # a path is no glob
-        rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", **options)
+        if kind == "json":
+            # else a number among the texts of a large file puts quotes around all others near it
+            options["on_mixed_types"] = None
+        # datasets finds again what it has read by path and time, and a name; a path is no glob
+        name = f"size-{Path(path).stat().st_size}"
+        rows = datasets.load_dataset(kind, name, data_files=glob.escape(str(path)), split="train", **options)
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
         raise ValueError(f"{source}: no rows can be read as {kind}: {error.__cause__ or error}") from error
     if not len(rows):
@@ -152,7 +156,8 @@ def _csv_options(path: str) -> dict[str, Any]:
     if not isinstance(first.index, pd.RangeIndex):
         raise ValueError(f"the first row has more fields than the header, {header}")
     features = datasets.Features({column: datasets.Value("string") for column in first.columns})
-    return {"features": features, "keep_default_na": False}
+    # where there is one column, a line without text is a row
+    return {"features": features, "keep_default_na": False, "skip_blank_lines": len(first.columns) > 1}
 
 
 def _with_plain_types(rows: datasets.Dataset) -> datasets.Dataset:
