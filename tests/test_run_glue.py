@@ -910,7 +910,17 @@ class Interrupted(Exception):
     pass
 
 
-def test_the_same_command_resumes(run_glue, checkpoints, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("save_steps", "stop_at", "options"),
+    [
+        (3, 5, {}),
+        # in the second of its epochs of four steps
+        (6, 8, {"train_sampling_strategy": "group_by_length"}),
+        # saved before the evaluation at an epoch's end, which is not made up for
+        (4, 5, {"eval_strategy": "epoch"}),
+    ],
+)
+def test_the_same_command_resumes(run_glue, checkpoints, tmp_path, monkeypatch, save_steps, stop_at, options):
     steps = []
 
     class CountedTrainer(CardTrainer):
@@ -931,28 +941,29 @@ def test_the_same_command_resumes(run_glue, checkpoints, tmp_path, monkeypatch):
             do_train=True,
             do_eval=True,
             save_strategy="steps",
-            save_steps=3,
-            max_steps=7,
+            save_steps=save_steps,
+            max_steps=9,
             per_device_train_batch_size=8,
             learning_rate=1e-3,
             output_dir=tmp_path / name,
+            **options,
         )
 
     train = write_rows(tmp_path / "train.jsonl", task_rows("sst2", 32))
     monkeypatch.setattr(run_glue, "CardTrainer", CountedTrainer)
     run_glue.main(command("whole"))
-    assert steps == list(range(7))
+    assert steps == list(range(9))
 
-    CountedTrainer.stop_at = 5
+    CountedTrainer.stop_at = stop_at
     with pytest.raises(Interrupted):
         run_glue.main(command("parts"))
     # what a kill in the middle of writing leaves behind
-    shutil.copytree(tmp_path / "parts" / "checkpoint-3", tmp_path / "parts" / "checkpoint-6")
-    (tmp_path / "parts" / "checkpoint-6" / "trainer_state.json").write_text('{"global_step": 6, "log_hi')
+    shutil.copytree(tmp_path / "parts" / f"checkpoint-{save_steps}", tmp_path / "parts" / f"checkpoint-{stop_at}")
+    (tmp_path / "parts" / f"checkpoint-{stop_at}" / "trainer_state.json").write_text('{"global_step": 6, "log_hi')
     CountedTrainer.stop_at = -1
     steps.clear()
     run_glue.main(command("parts"))
-    assert steps == [3, 4, 5, 6]
+    assert steps == list(range(save_steps, 9))
 
     whole, parts = (
         YosoForSequenceClassification.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "parts")

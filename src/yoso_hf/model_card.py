@@ -1,15 +1,19 @@
 """Model cards: what a YOSO checkpoint is, how to load it, what it was trained on and what it reached."""
 
+import math
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from torch.utils.data import Dataset, Sampler
 from transformers import Trainer
 from transformers.modelcard import TrainingSummary, make_markdown_table
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from .modeling_yoso import AUTO_MAP, YosoPreTrainedModel
 from .training import write_text
@@ -229,11 +233,35 @@ def _cell(content: Any) -> str:
     return str(content).replace("\n", " ").replace("|", "\\|")
 
 
+class _OrderOfEpoch(Sampler):
+    """Has a sampler by lengths draw the order of an epoch anew, whatever has been drawn before.
+
+    Args:
+        sampler: the sampler.
+        trainer: whose epoch it is.
+    """
+
+    def __init__(self, sampler: LengthGroupedSampler, trainer: Trainer):
+        self.sampler, self.trainer = sampler, trainer
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        args = self.trainer.args
+        seed = args.seed if args.data_seed is None else args.data_seed
+        # a fraction within an epoch, which may be short of a whole number by rounding after it
+        epoch = math.floor((self.trainer.state.epoch or 0) + 1e-6)
+        self.sampler.generator = torch.Generator().manual_seed(seed + epoch)
+        return iter(self.sampler)
+
+
 class CardTrainer(Trainer):
     """Trainer whose card of a YOSO model is that of `model_card`, with the run's settings and results.
 
     Cards of other models are Trainer's own. A checkpoint's trainer state is written once all processes have written
-    their part of it: until then `training.find_checkpoint` takes the one before.
+    their part of it: until then `training.find_checkpoint` takes the one before. A run that is resumed takes the rows
+    in the order of an uninterrupted one by every strategy, and evaluations leave its random numbers as they were.
 
     Args:
         datasets: names of the hub's data sets that the model is trained on; None: data of one's own.
@@ -283,6 +311,16 @@ class CardTrainer(Trainer):
             **{name: value for name, value in metadata.items() if value},
         )
         write_text(Path(self.args.output_dir) / "README.md", str(card))
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        # a data loader draws a seed; a run that is resumed where it was saved evaluates no more there
+        with torch.random.fork_rng(devices=[]):
+            return super().evaluate(*args, **kwargs)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        sampler = super()._get_train_sampler(train_dataset)
+        # Trainer's has the generator of everything else
+        return _OrderOfEpoch(sampler, self) if isinstance(sampler, LengthGroupedSampler) else sampler
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
