@@ -30,8 +30,9 @@
 
 Arguments on the command line override those of the YAML file; transformers' TrainingArguments are allowed,
 --push_to_hub among them. The same command with the same output_dir resumes from the last complete checkpoint, so that
-a finished run is not trained again, unless --save_strategy no or best left none of its end. all_results.json there
-holds losses, perplexity and speed; of a resumed run, train_loss and speed are those since it was resumed.
+a finished run is not trained again, unless --save_strategy no or best left none of its end. For that,
+--metric_for_best_model keeps the last checkpoint beside the best one, also with --save_total_limit 1. all_results.json
+there holds losses, perplexity and speed; of a resumed run, train_loss and speed are those since it was resumed.
 
 Each document of the corpus gets the tokenizer's special tokens, and the stream of them is cut into full blocks: no
 padding, and nothing lost but the last incomplete block. With several processes the first one does this while the
@@ -80,10 +81,10 @@ from yoso_hf.training import (
     finished_weights,
     fit_tokenizer,
     load_pretrained,
+    load_tokenizer,
     longest_input,
     override_config,
     parse_arguments,
-    read_tokenizer,
     set_attention,
     train_and_evaluate,
     write_run,
@@ -169,7 +170,7 @@ def check_arguments(args: MLMArguments, training_args: TrainingArguments) -> Non
         raise ValueError("nothing to do: give --do_train or --do_eval")
     if training_args.do_predict:
         raise ValueError("--do_predict is not for masked language models: give --do_eval")
-    check_best_metric(training_args, ["loss", "perplexity"])
+    check_best_metric(training_args, ["loss", "perplexity"], lower_is_better=["perplexity"])
     exactly_one("model_name_or_path", "config_file", "model_type")
     if training_args.do_train or is_split(args, training_args):
         exactly_one("dataset_name", "train_file")
@@ -246,7 +247,7 @@ def make_config(args: MLMArguments, tokenizer: PreTrainedTokenizerBase | None) -
 
 
 def load_fast_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
-    tokenizer = read_tokenizer(name_or_path)
+    tokenizer = load_tokenizer(name_or_path)
     if not tokenizer.is_fast or tokenizer.mask_token is None:
         raise ValueError(f"the tokenizer {name_or_path} must be a fast one with a mask token")
     return tokenizer

@@ -1,4 +1,5 @@
 import bz2
+import copy
 import gzip
 import json
 import logging
@@ -139,6 +140,16 @@ def test_corpus_shorter_than_one_block_is_refused(tokenizer):
                 pack_dataset(kind, tokenizer, length + 1, "the corpus")
     exact = pack_dataset(Dataset.from_dict({"text": ["the cat sat"]}), tokenizer, length, "the corpus")
     assert len(exact) == 1
+
+
+def test_documents_that_nothing_separates_are_warned_of(tokenizer, caplog):
+    documents, warning = Dataset.from_dict({"text": texts(9)}), "the tokenizer adds no special tokens"
+    pack_dataset(documents, tokenizer, 8, "-")
+    assert warning not in caplog.text
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.post_processor = None
+    pack_dataset(documents, tokenizer, 8, "-")
+    assert warning in caplog.text
 
 
 def test_long_documents_bring_no_warning(tokenizer, monkeypatch):

@@ -16,6 +16,7 @@ import transformers
 from sklearn.metrics import f1_score, matthews_corrcoef
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
@@ -918,6 +919,19 @@ class Interrupted(Exception):
         (6, 8, {"train_sampling_strategy": "group_by_length"}),
         # saved before the evaluation at an epoch's end, which is not made up for
         (4, 5, {"eval_strategy": "epoch"}),
+        # of which Trainer would delete the last one at the end, as the first has the "best" loss
+        (
+            3,
+            5,
+            {
+                "save_total_limit": 1,
+                "load_best_model_at_end": True,
+                "metric_for_best_model": "loss",
+                "greater_is_better": True,
+                "eval_strategy": "steps",
+                "eval_steps": 3,
+            },
+        ),
     ],
 )
 def test_the_same_command_resumes(run_glue, checkpoints, tmp_path, monkeypatch, save_steps, stop_at, options):
@@ -982,6 +996,34 @@ def test_the_same_command_resumes(run_glue, checkpoints, tmp_path, monkeypatch, 
         for name in ("train_loss", "train_runtime", "eval_loss", "epoch"):
             assert after[name] == before[name]
     assert after["predict_loss"] == before["eval_loss"]
+
+
+def test_a_last_batch_that_is_dropped_leaves_something_to_train_on(run_glue, checkpoints, tmp_path):
+    train = write_rows(tmp_path / "train.jsonl", task_rows("sst2", 7))
+    values = {"task_name": "sst2", "train_file": train, "do_train": True, "dataloader_drop_last": True}
+    command = arguments(model_name_or_path=checkpoints / "yoso", output_dir=tmp_path / "run", max_steps=1, **values)
+    with pytest.raises(ValueError, match="--dataloader_drop_last leaves nothing of 7 rows, as a batch of all has 8"):
+        run_glue.main([*command, "--per_device_train_batch_size=8"])
+    run_glue.main([*command, "--per_device_train_batch_size=7"])
+
+
+def test_a_checkpoint_without_a_tokenizer_needs_one(run_glue, checkpoints, tmp_path):
+    """Transformers would make up one that knows special tokens alone, to which all texts are the same."""
+    train = write_rows(tmp_path / "train.jsonl", task_rows("sst2", 8))
+    for name in ("bert", "roberta", "yoso"):
+        alone = tmp_path / name
+        AutoModelForMaskedLM.from_pretrained(checkpoints / name).save_pretrained(alone)
+        command = arguments(
+            model_name_or_path=alone,
+            task_name="sst2",
+            train_file=train,
+            do_train=True,
+            max_steps=1,
+            output_dir=tmp_path / f"{name}-run",
+        )
+        with pytest.raises(ValueError, match=f"^{alone} holds no tokenizer: give --tokenizer_name"):
+            run_glue.main(command)
+        run_glue.main([*command, f"--tokenizer_name={checkpoints / name}"])
 
 
 def test_attention_and_configuration_are_those_asked_for(run_glue, checkpoints, tmp_path, monkeypatch):
@@ -1184,7 +1226,7 @@ BAD_INPUT = {
     ),
     "labels of two types": (
         {"task_name": None, "train_file": [{"text": "a", "label": "0"}, {"text": "b", "label": 0}]},
-        "column 'label' must hold one label a row, all texts or all numbers",
+        r"no rows can be read as json: .*Column\(/label\) changed from string to number",
     ),
     "attention": (
         {"architecture": "yoso", "attn_implementation": "eager"},

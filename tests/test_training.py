@@ -27,6 +27,7 @@ from yoso_hf import YosoConfig, YosoForMaskedLM, YosoModel
 from yoso_hf.attention_interface import SETTINGS
 from yoso_hf.training import (
     check_attention,
+    check_best_metric,
     claimed,
     describe_run,
     find_checkpoint,
@@ -71,6 +72,49 @@ def test_the_command_line_overrides_the_file(tmp_path):
     assert (args.seed, args.do_train, args.hub_token) == (5, False, None)
     # nothing to copy to without an accelerator
     assert args.dataloader_pin_memory == torch.accelerator.is_available()
+
+
+def test_a_mapping_of_the_file_is_replaced_with_a_warning(tmp_path, caplog):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"lr_scheduler_kwargs: {{num_cycles: 2, min_lr: 0}}\noutput_dir: {tmp_path}\n")
+    parse_arguments([TrainingArguments], [str(recipe), "--seed=1"])
+    assert not caplog.text
+    (args,) = parse_arguments([TrainingArguments], [str(recipe), '--lr-scheduler-kwargs={"num_cycles": 3}'])
+    assert args.lr_scheduler_kwargs == {"num_cycles": 3}
+    assert f"command line alone, without that of {recipe}: num_cycles, min_lr" in caplog.text
+
+
+def test_a_list_is_given_once(tmp_path):
+    output = f"--output_dir={tmp_path}"
+    (args,) = parse_arguments([TrainingArguments], [output, "--label_names", "a", "b"])
+    assert args.label_names == ["a", "b"]
+    with pytest.raises(ValueError, match="--label_names is given more than once"):
+        parse_arguments([TrainingArguments], [output, "--label_names", "a", "--label-names=b"])
+    # of others the last is taken, as everywhere
+    (args,) = parse_arguments([TrainingArguments], [output, "--seed=1", "--seed=2"])
+    assert args.seed == 2
+
+
+def test_what_trainer_does_by_default_and_should_not(tmp_path):
+    output = f"--output_dir={tmp_path}"
+    (args,) = parse_arguments([TrainingArguments], [output])
+    assert not args.logging_nan_inf_filter
+    (args,) = parse_arguments([TrainingArguments], [output, "--logging_nan_inf_filter=true", "--save_total_limit=1"])
+    assert args.logging_nan_inf_filter
+    assert args.save_total_limit == 1
+    # the last checkpoint is kept beside the best one
+    best = [output, "--metric_for_best_model=loss"]
+    for limit, kept in ((1, 2), (2, 2), (3, 3)):
+        (args,) = parse_arguments([TrainingArguments], [*best, f"--save_total_limit={limit}"])
+        assert args.save_total_limit == kept
+
+
+def test_the_best_model_has_the_lowest_of_what_is_better_lower(tmp_path):
+    for metric, greater in (("perplexity", False), ("eval_perplexity", False), ("accuracy", True), ("loss", False)):
+        values = [f"--output_dir={tmp_path}", f"--metric_for_best_model={metric}", "--save_strategy=best"]
+        (args,) = parse_arguments([TrainingArguments], [*values, "--eval_strategy=steps"])
+        check_best_metric(args, ["accuracy", "loss", "perplexity"], lower_is_better=["perplexity"])
+        assert args.greater_is_better == greater
 
 
 @pytest.mark.parametrize(
@@ -183,6 +227,8 @@ def test_overrides_are_typed_and_checked():
     assert changed.hidden_dropout_prob == 0.2
     assert (config.num_hash, config.use_expectation) == (64, True)
     assert override_config(config, None).to_dict() == config.to_dict()
+    pythons = override_config(config, "use_expectation=False,hash_seed=None")
+    assert (pythons.use_expectation, pythons.hash_seed) == (False, None)
 
 
 @pytest.mark.parametrize(

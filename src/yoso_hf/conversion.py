@@ -322,7 +322,7 @@ def convert_checkpoint(
     is_file = os.path.isfile(source)
     # first of all, because what is no such checkpoint may have no tokenizer either
     read = _read_authors(Path(source)) if is_file else _read_pretrained(str(source))
-    tokenizer = None if is_file and tokenizer_name is None else _read_tokenizer(tokenizer_name or source)
+    tokenizer = None if is_file and tokenizer_name is None else read_tokenizer(tokenizer_name or source)
     if tokenizer is None and (tokenizer_name is not None or texts):
         need = "texts need a tokenizer, and " if tokenizer_name is None else ""
         raise ValueError(f"{need}{tokenizer_name or source} holds none: give another tokenizer_name")
@@ -474,12 +474,6 @@ def compare(
 def _token_logits(outputs: Any) -> Tensor:
     # BERT's pretraining class has a second head beside it
     return outputs.prediction_logits if hasattr(outputs, "prediction_logits") else outputs.logits
-
-
-def _read_tokenizer(name_or_path: str | os.PathLike) -> PreTrainedTokenizerBase | None:
-    tokenizer = read_tokenizer(name_or_path)
-    # where there are no files, transformers makes up a tokenizer that knows its special tokens alone
-    return None if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens) else tokenizer
 
 
 def _find_sentence_files(source: str) -> dict[str, Path]:

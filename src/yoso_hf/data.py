@@ -376,6 +376,8 @@ def pack_dataset(
     # from_generator would remember the empty result
     if next(_blocks(documents, tokenizer, block_size, source), None) is None:
         raise ValueError(f"{source} holds fewer tokens than one block: --block_size is {block_size}")
+    if tokenizer.num_special_tokens_to_add() == 0:
+        logger.warning_once("the tokenizer adds no special tokens, so that nothing separates documents in a block")
     arguments = {"documents": documents, "tokenizer": tokenizer, "block_size": block_size, "source": source}
     features = Features({"input_ids": Sequence(Value("int32"), length=block_size)})
     if isinstance(documents, IterableDataset):

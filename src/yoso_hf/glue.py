@@ -387,8 +387,7 @@ def _check_columns(table: Table, columns: Sequence[str]) -> None:
 def _check_label_column(table: Table, column: str) -> None:
     _check_columns(table, (column,))
     if not isinstance(table.rows.features[column], (datasets.Value, datasets.ClassLabel)):
-        # what a JSON file mixes has no type
-        raise ValueError(f"{table.source}: column {column!r} must hold one label a row, all texts or all numbers")
+        raise ValueError(f"{table.source}: column {column!r} must hold one label a row, a text or a number")
 
 
 def _encode_labels(

@@ -27,6 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import TrainerState
+from transformers.utils import logging
 
 from .attention_interface import IMPLEMENTATIONS, SETTINGS, has_settings, read_settings
 
@@ -35,6 +36,8 @@ try:
 except ImportError:
     # Windows
     fcntl = None
+
+logger = logging.get_logger(__name__)
 
 RUN_FILE = "run.json"
 RESULTS_FILE = "all_results.json"
@@ -83,6 +86,8 @@ _LOWEST_VALUES = {
     "dataloader_num_workers": 0,
 }
 
+# what values of --config_overrides may be called beside JSON's names of them
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
 # of a file that a run reads, before its name
 _CONTENT = "content of "
 # of a checkpoint's directory, what decides what is learned from it
@@ -103,15 +108,19 @@ def parse_arguments(argument_types: list[type], argv: list[str] | None = None) -
         One instance of each dataclass.
 
     Raises:
-        ValueError: the file is missing or no mapping, an argument is unknown, one of Trainer's is out of range or
-            --output_dir missing, or Trainer does not know the other processes.
+        ValueError: the file is missing or no mapping, an argument is unknown, or a list's given twice, one of
+            Trainer's is out of range or --output_dir missing, or Trainer does not know the other processes.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = HfArgumentParser(
         argument_types, allow_abbrev=False, usage="%(prog)s [config.yaml] [--argument value ...]"
     )
+    if TrainingArguments in argument_types:
+        # Trainer would show 0 for a loss that is no number
+        parser.set_defaults(logging_nan_inf_filter=False)
+    given = [item.partition("=")[0].replace("-", "_").lstrip("_") for item in argv if item.startswith("--")]
     if argv and not argv[0].startswith("-"):
-        argv = _yaml_arguments(argv[0]) + argv[1:]
+        argv = _yaml_arguments(argv[0], given) + argv[1:]
     *parsed, left = parser.parse_args_into_dataclasses(
         args=argv, look_for_args_file=False, return_remaining_strings=True
     )
@@ -120,6 +129,10 @@ def parse_arguments(argument_types: list[type], argv: list[str] | None = None) -
         guesses = [_similar_name(item.partition("=")[0], known) for item in left if item.startswith("--")]
         raise ValueError(f"there is no argument {' '.join(left)}{''.join(guesses)}")
     for args in parsed:
+        for name, value in vars(args).items():
+            # of which argparse would take the last
+            if isinstance(value, list) and given.count(name) > 1:
+                raise ValueError(f"--{name} is given more than once: give it once, with all values after it")
         if isinstance(args, TrainingArguments):
             # Trainer would choose one, which the next command would find to be another run's
             if not any(item.replace("-", "_").startswith("__output_dir") for item in argv):
@@ -127,6 +140,9 @@ def parse_arguments(argument_types: list[type], argv: list[str] | None = None) -
             _check_trainer_arguments(args)
             # which Trainer would miss the data for
             args.do_eval |= args.eval_on_start
+            if args.metric_for_best_model is not None and args.save_total_limit == 1:
+                # of one, Trainer would keep the best at the end, and not the last, by which a run is known as finished
+                args.save_total_limit = 2
             if not torch.accelerator.is_available():
                 # which PyTorch would warn of at every run
                 args.dataloader_pin_memory = False
@@ -175,12 +191,13 @@ def _check_trainer_arguments(args: TrainingArguments) -> None:
         )
 
 
-def check_best_metric(args: TrainingArguments, names: Sequence[str]) -> None:
+def check_best_metric(args: TrainingArguments, names: Sequence[str], lower_is_better: Sequence[str] = ()) -> None:
     """Refuse to look for the best model by what is not computed, as Trainer would, but before it trains.
 
     Args:
-        args: Trainer's arguments.
+        args: Trainer's arguments; greater_is_better is set to false for those of lower_is_better.
         names: what an evaluation computes, without the prefix eval_.
+        lower_is_better: those of names, beside losses, of which Trainer would keep the model with the greatest.
 
     Raises:
         ValueError: --metric_for_best_model is something else.
@@ -189,6 +206,8 @@ def check_best_metric(args: TrainingArguments, names: Sequence[str]) -> None:
     # Trainer looks for it at every evaluation in training, whatever for
     if args.eval_strategy != "no" and metric is not None and metric.removeprefix("eval_") not in names:
         raise ValueError(f"--metric_for_best_model must be one of {', '.join(names)}, got {metric}")
+    if metric is not None and metric.removeprefix("eval_") in lower_is_better:
+        args.greater_is_better = False
 
 
 class _Loader(yaml.SafeLoader):
@@ -218,7 +237,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _yaml_arguments(path: str) -> list[str]:
+def _yaml_arguments(path: str, given: Sequence[str]) -> list[str]:
     if not Path(path).is_file():
         raise ValueError(f"the first argument must be a YAML file or an --argument, got {path!r}: no such file")
     try:
@@ -229,6 +248,10 @@ def _yaml_arguments(path: str) -> list[str]:
         raise ValueError(f"{path} must hold `argument: value` lines")
     arguments = []
     for name, value in settings.items():
+        if isinstance(value, dict) and name in given:
+            logger.warning(
+                f"--{name} is that of the command line alone, without that of {path}: {', '.join(map(str, value))}"
+            )
         if isinstance(value, list):
             arguments += [f"--{name}", *map(str, value)]
         elif value is not None:
@@ -471,7 +494,15 @@ def train_and_evaluate(trainer: Trainer, checkpoint: str | None, finished: Train
         trainer: the trainer; of a finished run, with the weights that it saved.
         checkpoint: what `find_checkpoint` gave.
         finished: what `finished_state` gave.
+
+    Raises:
+        ValueError: with --dataloader_drop_last there is no batch to train on.
     """
+    args = trainer.args
+    if args.do_train and args.dataloader_drop_last and hasattr(trainer.train_dataset, "__len__"):
+        rows, batch = len(trainer.train_dataset), args.train_batch_size * args.world_size
+        if rows < batch:
+            raise ValueError(f"--dataloader_drop_last leaves nothing of {rows} rows, as a batch of all has {batch}")
 
     def keep(split: str, metrics: dict[str, float]) -> None:
         trainer.log_metrics(split, metrics)
@@ -479,12 +510,12 @@ def train_and_evaluate(trainer: Trainer, checkpoint: str | None, finished: Train
 
     if finished:
         trainer.state = finished
-    elif trainer.args.do_train:
+    elif args.do_train:
         keep("train", trainer.train(resume_from_checkpoint=checkpoint).metrics)
         trainer.save_state()
-    if trainer.args.do_train:
+    if args.do_train:
         trainer.save_model()
-    if trainer.args.do_eval:
+    if args.do_eval:
         keep("eval", trainer.evaluate())
 
 
@@ -526,7 +557,7 @@ def override_config(config: PreTrainedConfig, overrides: str | None) -> PreTrain
     Args:
         config: the configuration to start from; left as it is.
         overrides: `name=value,name=value`, or the JSON object that a mapping in a YAML file becomes; values as
-            JSON writes them (64, 0.1, true, null) or plain text.
+            JSON writes them (64, 0.1, true, null), or Python (True, None), or plain text.
 
     Returns:
         The new configuration.
@@ -562,43 +593,50 @@ def override_config(config: PreTrainedConfig, overrides: str | None) -> PreTrain
             # YAML, too, takes 1e-5 for text
             values[name] = json.loads(value) if isinstance(value, str) else value
         except json.JSONDecodeError:
-            values[name] = value
+            values[name] = _PYTHON_WORDS.get(value, value)
     try:
         return type(config).from_dict(config.to_dict() | values)
     except StrictDataclassError as error:
         raise ValueError(f"--config_overrides {overrides}: {error}") from error
 
 
-def read_tokenizer(name_or_path: str | os.PathLike) -> PreTrainedTokenizerBase:
+def read_tokenizer(name_or_path: str | os.PathLike) -> PreTrainedTokenizerBase | None:
     """Load a tokenizer that is saved as it was, wherever it was read from.
 
     Args:
         name_or_path: hub name or directory of the tokenizer.
 
     Returns:
-        The tokenizer.
+        The tokenizer; None where there is none.
     """
     tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        # what transformers makes up where there are no files
+        return None
     # transformers saves with it where it was read from: the model of a finished run would change when that is repeated
     for name in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(name, None)
     return tokenizer
 
 
-def load_tokenizer(name_or_path: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    """Load a tokenizer and make sure that a model knows its tokens.
+def load_tokenizer(name_or_path: str, config: PreTrainedConfig | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a training script.
 
     Args:
         name_or_path: hub name or directory of the tokenizer.
-        config: the model's configuration.
+        config: the configuration of a model that must know its tokens; None: of none.
 
     Returns:
         The tokenizer.
 
     Raises:
-        ValueError: the tokenizer has more tokens than the model, or none for padding.
+        ValueError: there is no tokenizer, or it has more tokens than the model, or none for padding.
     """
     tokenizer = read_tokenizer(name_or_path)
+    if tokenizer is None:
+        raise ValueError(f"{name_or_path} holds no tokenizer: give --tokenizer_name")
+    if config is None:
+        return tokenizer
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"the tokenizer {name_or_path} has {len(tokenizer)} tokens, "
