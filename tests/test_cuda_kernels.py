@@ -71,11 +71,12 @@ sys.exit(pytest.main([*sys.argv[1:], "-q", "-x", "-p", "no:cacheprovider"]))
 
 
 # what takes longest beside what is much the same: rows in clusters lie in buckets between those of equal rows and
-# those of random ones; wide rows that are all equal; the largest tables again; large numbers of what others test, and
-# the largest of random sizes
-LONG = ("clusters", "buckets-equal-shape1-dtype1", "buckets-equal-shape2-dtype1", "pairs-shape6")
-LONG += ("buckets-shape6-dtype0", "where_logarithms_are_large", "ops-shape4", "(test_remainder and shape3)")
-LONG += ("exact_rows_of_random_sizes[3]", "exact_rows_of_random_sizes[5]")
+# those of random ones; most shapes of equal ones; the largest tables again; large numbers of what others test, and the
+# largest of random sizes
+LONG = ("clusters", "pairs-shape6", "buckets-shape6", "where_logarithms_are_large", "ops-shape4", "counts[mixed-300")
+LONG += tuple(f"equal-shape{shape}-" for shape in (1, 2, 4, 5, 6, 8, 9)) + ("counts[equal-300",)
+LONG += tuple(f"exact_rows_of_random_sizes[{seed}]" for seed in (3, 5, 7))
+LONG += ("(test_remainder and shape3)", "(of_many_hash_functions and shape4)")
 LONG = " or ".join(LONG)
 
 
