@@ -136,7 +136,7 @@ def _generated(
     if next(read(**arguments), None) is None:
         # which from_generator refuses, in words of its own
         return Dataset.from_dict({column: []}, features=features)
-    # of what was read before
+    # by which what has been read is found again
     status = [(os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files]
     fingerprint = Hasher.hash([read.__name__, column, _ENCODING, status])
     return Dataset.from_generator(read, features=features, gen_kwargs=arguments, fingerprint=fingerprint)
