@@ -57,15 +57,39 @@ struct Rows {
   }
 };
 
-// x itself where its last dimension is dense, else a copy.
-inline Tensor dense_rows(const Tensor& x) {
-  return x.size(3) <= 1 || x.stride(3) == 1 ? x : torch::stable::contiguous(x);
+// What `make` gives, a tensor of so many elements. Why torch gives none, the stable ABI does not tell; there is nothing
+// but memory that it could lack. Programs that go on with a smaller batch know torch's own messages.
+template <class Make>
+Tensor allocated(bool is_cuda, int64_t elements, Make make) {
+  try {
+    return make();
+  } catch (const std::exception&) {
+    STD_TORCH_CHECK(false, is_cuda ? "CUDA out of memory." : "DefaultCPUAllocator: can't allocate memory.",
+                    " Tried to allocate a tensor of ", elements, " elements.");
+  }
 }
+
+inline Tensor empty_tensor(const Tensor& like, std::initializer_list<int64_t> sizes,
+                           std::optional<ScalarType> dtype = std::nullopt) {
+  int64_t elements = 1;
+  for (const int64_t size : sizes) elements *= size;
+  return allocated(like.is_cuda(), elements, [&] { return torch::stable::new_empty(like, sizes, dtype); });
+}
+
+inline Tensor dense(const Tensor& x) {
+  return allocated(x.is_cuda(), x.numel(), [&] { return torch::stable::contiguous(x); });
+}
+
+// x itself where its last dimension is dense, else a copy.
+inline Tensor dense_rows(const Tensor& x) { return x.size(3) <= 1 || x.stride(3) == 1 ? x : dense(x); }
 
 inline std::optional<Tensor> dense_mask(const std::optional<Tensor>& mask) {
   if (!mask.has_value()) return {};
-  return torch::stable::contiguous(*mask);
+  return dense(*mask);
 }
+
+// Of a boolean tensor, whose true elements are any bytes but zero, as of a view of others.
+inline const uint8_t* mask_bytes(const Tensor& mask) { return static_cast<const uint8_t*>(mask.const_data_ptr()); }
 
 template <class T>
 Rows<const T> rows_of(const Tensor& x) {
@@ -75,20 +99,6 @@ Rows<const T> rows_of(const Tensor& x) {
 template <class T>
 Rows<T> mutable_rows_of(const Tensor& x) {
   return {static_cast<T*>(x.mutable_data_ptr()), x.stride(0), x.stride(1), x.stride(2)};
-}
-
-// An uninitialised tensor. Why torch gives none, the stable ABI does not tell; there is nothing but memory that it
-// could lack. Programs that go on with a smaller batch know torch's own messages.
-inline Tensor empty_tensor(const Tensor& like, std::initializer_list<int64_t> sizes,
-                           std::optional<ScalarType> dtype = std::nullopt) {
-  try {
-    return torch::stable::new_empty(like, sizes, dtype);
-  } catch (const std::exception&) {
-    int64_t elements = 1;
-    for (const int64_t size : sizes) elements *= size;
-    STD_TORCH_CHECK(false, like.is_cuda() ? "CUDA out of memory." : "DefaultCPUAllocator: can't allocate memory.",
-                    " Tried to allocate a tensor of ", elements, " elements.");
-  }
 }
 
 // An uninitialised [B, H, rows, columns], of like's batch and heads, with the memory order [B, rows, H, columns], so

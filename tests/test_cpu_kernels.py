@@ -258,9 +258,9 @@ from yoso_hf import ops
 resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
 torch.set_num_threads(2)
 
-def attend(num_queries, num_keys, heads):
+def attend(num_queries, num_keys, heads, columns=8):
     # tensors of any size that take no memory
-    query, key = (torch.zeros(1, 1, 1, 8).expand(1, heads, n, 8) for n in (num_queries, num_keys))
+    query, key = (torch.zeros(1, 1, 1, columns).expand(1, heads, n, 8) for n in (num_queries, num_keys))
     try:
         ops.expectation_attention(query, key, key, 9, False, True)
     except RuntimeError as error:
@@ -270,6 +270,8 @@ def attend(num_queries, num_keys, heads):
 
 # a result of 12.8 GB
 assert "Tried to allocate a tensor of 3200000000 elements" in attend(400_000_000, 1, 1)
+# a copy of keys whose columns are one
+assert "Tried to allocate a tensor of 3200000000 elements" in attend(1, 400_000_000, 1, columns=1)
 # what threads need for 45 million keys, of one head and of one each
 for heads in (1, 2):
     assert "Tried to allocate 2880000064 bytes" in attend(1, 45_000_000, heads)

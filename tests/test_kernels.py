@@ -213,6 +213,18 @@ def test_a_row_has_the_same_codes_wherever_it_lies(columns, dtype):
             assert torch.equal(functions.codes(key[:1, :, row : row + 1]), codes[:1, :, :, row : row + 1])
 
 
+@pytest.mark.parametrize("byte", [2, 4, 255])
+def test_any_byte_but_zero_of_a_mask_is_true(byte):
+    """As a view of other bytes has them."""
+    inputs = Inputs("random", (2, 2, 40, 45, 8, 8, 5, 3), torch.float32)
+    expected = [*inputs.hashes(ops, torch.float32), *inputs.softmax(ops, torch.float32)]
+    inputs.mask = (inputs.mask.to(torch.uint8) * byte).view(torch.bool)
+    for got, wanted in zip(
+        [*inputs.hashes(ops, torch.float32), *inputs.softmax(ops, torch.float32)], expected, strict=True
+    ):
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SPREAD)
 def test_kernels_are_as_accurate_as_pytorch(shape, dtype, way):

@@ -151,7 +151,7 @@ YOSO_INLINE void store_codes(void* to, const Codes<V>* codes, Codes<V> keep, int
 
 // Hashes x [B, H, N, D]; `size` is the length of a transformed row, D where the directions are given.
 template <class T>
-void hash_rows(const InputRows& x, const Tensor& parameters, const bool* mask, bool use_hadamard, int64_t num_hash,
+void hash_rows(const InputRows& x, const Tensor& parameters, const uint8_t* mask, bool use_hadamard, int64_t num_hash,
                int64_t hash_code_len, const Tensor& out) {
   const int64_t B = x.batches, H = x.heads, N = x.count, D = x.columns, size = parameters.size(2);
   const int64_t chunks = (N + kTaskRows - 1) / kTaskRows, per_head = parameters.size(1) * size;
@@ -192,7 +192,7 @@ void hash_rows(const InputRows& x, const Tensor& parameters, const bool* mask, b
             hash_block(size);
           Codes<V> keep = ~Codes<V>{};
           if (mask != nullptr)
-            for (int64_t r = 0; r < count; ++r) keep[r] = mask[batch * N + row + r] ? -1 : 0;
+            for (int64_t r = 0; r < count; ++r) keep[r] = mask[batch * N + row + r] != 0 ? -1 : 0;
           char* to = task_codes.data() + (row - first) * code_bytes;
           if (code_bytes == sizeof(int16_t))
             store_codes<int16_t, V>(to, codes.data(), keep, num_hash);
@@ -212,7 +212,7 @@ Tensor hash_cpu(const Tensor& x, const Tensor& parameters, const std::optional<T
   check_hash(x, parameters, input_mask, num_hash, hash_code_len, use_hadamard);
   const int64_t B = x.size(0), H = x.size(1), N = x.size(2);
   const std::optional<Tensor> mask = dense_mask(input_mask);
-  const bool* mask_data = mask.has_value() ? static_cast<const bool*>(mask->const_data_ptr()) : nullptr;
+  const uint8_t* mask_data = mask.has_value() ? mask_bytes(*mask) : nullptr;
   Tensor out = on_huge_pages(empty_tensor(x, {B, H, num_hash, N}, code_dtype(hash_code_len)));
   dispatch_accumulator(x, [&](auto accumulator) {
     hash_rows<decltype(accumulator)>(InputRows(x), parameters, mask_data, use_hadamard, num_hash, hash_code_len, out);

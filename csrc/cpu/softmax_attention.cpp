@@ -145,14 +145,14 @@ struct SoftmaxPairs {
 
 // The keys of a batch that its row of the mask has, all where there is no mask.
 struct RealKeys {
-  const bool* mask;
+  const uint8_t* mask;
 
-  YOSO_INLINE bool operator()(int64_t row) const { return mask == nullptr || mask[row]; }
+  YOSO_INLINE bool operator()(int64_t row) const { return mask == nullptr || mask[row] != 0; }
 };
 
 inline RealKeys real_keys(const std::optional<Tensor>& key_mask, int64_t batch) {
   if (!key_mask.has_value()) return {nullptr};
-  return {static_cast<const bool*>(key_mask->const_data_ptr()) + batch * key_mask->size(1)};
+  return {mask_bytes(*key_mask) + batch * key_mask->size(1)};
 }
 
 // Fills a head's bias; returns the tiles that have any real key.

@@ -447,7 +447,7 @@ Tensor hash_cuda(const Tensor& input, const Tensor& parameters, const std::optio
         .num_hash = num_hash,
         .dtype = x.scalar_type(),
         .hash_code_len = static_cast<int>(hash_code_len),
-        .mask = mask.has_value() ? static_cast<const bool*>(mask->const_data_ptr()) : nullptr,
+        .mask = mask.has_value() ? mask_bytes(*mask) : nullptr,
         .parameters = parameters.const_data_ptr<float>(),
         .size = size,
         .vectors = in_vectors<In>(x),

@@ -17,7 +17,7 @@ struct Problem {
   ScalarType dtype;
   int hash_code_len;
   // [B, N] or null
-  const bool* mask;
+  const uint8_t* mask;
   const float* parameters;
   // length of the transforms that parameters are for
   int64_t size;
@@ -29,7 +29,7 @@ struct Problem {
 
   // -1 for a masked row, else 0
   __device__ int32_t masked(int64_t batch, int64_t row) const {
-    return mask == nullptr || mask[batch * N + row] ? 0 : -1;
+    return mask == nullptr || mask[batch * N + row] != 0 ? 0 : -1;
   }
   // Calls f with where to store the row's code by a function; the next function's is N further.
   template <class F>
