@@ -432,6 +432,23 @@ def test_a_checkpoint_without_tokenizer(kind, tokenizers, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["sentence_transformers", "sbert_ce_default_activation_function"])
+def test_a_cross_encoder_gives_the_same_scores(name, tokenizers, tmp_path):
+    """What they go through, kept in the configuration up to sentence-transformers 5, is not the default."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    model = make_model("bert", "ForSequenceClassification", tokenizers["bert"], num_labels=1)
+    identity = "torch.nn.modules.linear.Identity"
+    setattr(model.config, name, {"activation_fn": identity} if name == "sentence_transformers" else identity)
+    save(model, tokenizers["bert"], tmp_path / "original")
+    convert_checkpoint(tmp_path / "original", tmp_path / "yoso")
+    scores = [
+        sentence_transformers.CrossEncoder(str(tmp_path / folder), device="cpu").predict([("the", "is the")])
+        for folder in ("original", "yoso")
+    ]
+    torch.testing.assert_close(*map(torch.tensor, scores), **CLOSE)
+
+
 def sentence_encoder(tokenizer, folder, longest):
     """An encoder of sentence-transformers with a module that has weights; other poolings than the usual one."""
     sentence_transformers = pytest.importorskip("sentence_transformers")
@@ -452,10 +469,15 @@ def sentence_encoder(tokenizer, folder, longest):
     return sentence_transformers.SentenceTransformer(str(folder), device="cpu")
 
 
+@pytest.mark.parametrize("kept_in", ["its own settings", "the tokenizer"])
 @pytest.mark.parametrize("length", [None, 3 * POSITIONS])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_checkpoint_of_sentence_transformers_stays_one(length, tokenizers, tmp_path):
+def test_a_checkpoint_of_sentence_transformers_stays_one(kept_in, length, tokenizers, tmp_path):
     original = sentence_encoder(tokenizers["bert"], tmp_path / "original", POSITIONS - 4)
+    if kept_in == "the tokenizer":
+        # as sentence-transformers 6 saves it
+        original.save(str(tmp_path / "original"))
+        assert "max_seq_length" not in (tmp_path / "original" / "sentence_bert_config.json").read_text()
     report = convert_checkpoint(tmp_path / "original", tmp_path / "yoso", max_position_embeddings=length)
     assert "1_Pooling/config.json, 2_Dense/config.json, 2_Dense/model.safetensors" in report.notes[0]
     converted = type(original)(str(tmp_path / "yoso"), device="cpu")

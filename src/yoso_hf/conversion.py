@@ -117,6 +117,8 @@ _COPIED_SETTINGS = (
     "label2id",
     "problem_type",
 )
+# what sentence-transformers keeps of a cross-encoder in its configuration, such as what its scores go through
+_SENTENCE_KEYS = ("sentence_transformers", "sbert_ce_default_activation_function")
 _MLM_TRANSFORM = "cls.predictions.transform."
 # language model heads, whose weights go by other names than BERT's
 _MLM_PREFIXES = {
@@ -347,7 +349,7 @@ def convert_checkpoint(
         shortest = tokenizer.num_special_tokens_to_add() + 1
         if texts and length < shortest:
             raise ValueError(f"max_position_embeddings must be at least {shortest} for texts, got {length}")
-        tokenizer.model_max_length = length
+        longest_before, tokenizer.model_max_length = tokenizer.model_max_length, length
         if tokenizer.is_fast:
             # a sentence encoder's file has both for its own length, which the tokenizers library goes by
             tokenizer.backend_tokenizer.no_truncation()
@@ -366,6 +368,9 @@ def convert_checkpoint(
     sentence_files = {} if is_file else _find_sentence_files(str(source))
     if sentence_files:
         read.notes.append(f"a checkpoint of sentence-transformers, kept with {', '.join(sorted(sentence_files))}")
+        if tokenizer is not None and max_position_embeddings is None:
+            # where sentence-transformers cuts texts, unless its own files say so
+            tokenizer.model_max_length = min(longest_before, length)
     report = ConversionReport(
         source=str(source),
         source_architecture=read.architecture,
@@ -555,6 +560,7 @@ def _read_pretrained(source: str) -> _Source:
         offset = POSITION_OFFSET
     else:
         settings = {name: getattr(config, name, None) for name in _COPIED_SETTINGS}
+        settings |= {name: value for name, value in vars(config).items() if name in _SENTENCE_KEYS}
         if has_yoso_attention:
             settings |= _of_yoso_config(read_settings(config))
         if classifier_activation is not None:
