@@ -100,6 +100,7 @@ def test_metadata_survive_the_file(tmp_path):
     card = make_card(arguments={**given, "eval_results": [result], "training": "On | two texts."})
     card.save(tmp_path / "README.md")
     read = ModelCard.load(tmp_path / "README.md")
+    assert make_card(arguments=given | {"tags": "mine"}).data.tags == card.data.tags
     assert read.data.tags == ["yoso", "mine"] and read.data.base_model == "a/b" and read.data.license == "apache-2.0"
     assert read.data.eval_results == [result] and read.data.model_name == "your-yoso"
     assert "| GLUE | validation | accuracy | 0.7941 |" in read.text

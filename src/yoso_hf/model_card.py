@@ -128,7 +128,8 @@ def model_card(model: YosoPreTrainedModel, repo_id: str, *, training: str | None
     """
     auto_class = auto_class_of(model)
     name = repo_id.rpartition("/")[2]
-    tags = ["yoso", *(tag for tag in metadata.pop("tags", None) or () if tag != "yoso")]
+    tags = metadata.pop("tags", None) or []
+    tags = ["yoso", *(tag for tag in ([tags] if isinstance(tags, str) else tags) if tag != "yoso")]
     data = ModelCardData(
         **{
             "library_name": "transformers",
