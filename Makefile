@@ -52,14 +52,14 @@ wheel: .venv/.ready
 	rm dist/*-linux_*.whl
 
 gpu-check:
-	$(PYTHON) tests/gpu_check.py
+	"$(PYTHON)" tests/gpu_check.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info src/yoso_hf/*.so
 
 # the build needs the installed torch's headers, hence no build isolation
 .venv/.ready: $(SOURCES)
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check "setuptools>=77" wheel ninja $(TORCH)
+	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check "setuptools>=77" wheel ninja "$(TORCH)"
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[scripts,dev]"
 	touch $@

@@ -60,7 +60,7 @@ def compiler_lacks() -> str | None:
     """Why no compiler here can be expected to compile csrc/, or None."""
     if sys.platform == "win32":
         return "the kernels need vector extensions, which the compiler for Windows lacks"
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
     if shutil.which(compiler[0]) is None:
         return f"no C++ compiler ({compiler[0]})"
     # tried, not asked for its version: Apple counts otherwise, and its c++ may be there only to say what to install
