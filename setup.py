@@ -11,6 +11,7 @@ Environment:
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -72,7 +73,9 @@ def compiler_lacks() -> str | None:
 
 def find_cuda() -> Path | None:
     """The CUDA toolkit's root: a directory with bin/nvcc beside include/cuda_runtime.h, or None."""
-    wanted = os.environ.get("YOSO_CUDA")
+    wanted = os.environ.get("YOSO_CUDA") or None
+    if wanted not in ("0", "1", None):
+        sys.exit(f"yoso_hf: YOSO_CUDA must be 0 or 1, got {wanted!r}")
     if wanted == "0" or (wanted != "1" and torch.version.cuda is None):
         return None
     nvcc = shutil.which("nvcc")
@@ -92,7 +95,10 @@ def find_cuda() -> Path | None:
 
 def cuda_architectures() -> list[str]:
     """What to compile for, from the oldest on; empty where no GPU here is new enough for the kernels."""
-    archs = os.environ.get("YOSO_CUDA_ARCHS", "").replace(".", "").split(";")
+    wanted = os.environ.get("YOSO_CUDA_ARCHS", "")
+    archs = wanted.replace(".", "").split(";")
+    if wanted not in ("", "all") and not all(re.fullmatch(r"\d{2,3}[af]?", arch) for arch in archs):
+        sys.exit(f'yoso_hf: YOSO_CUDA_ARCHS must be such as "80;90", or "all", got {wanted!r}')
     if archs == [""]:
         oldest, newest = CUDA_ARCHITECTURES[0], CUDA_ARCHITECTURES[-1]
         gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)

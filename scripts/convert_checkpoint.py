@@ -89,7 +89,7 @@ def read_texts(args: ConversionArguments) -> list[str] | None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    (args,) = parse_arguments([ConversionArguments], argv)
+    (args,) = parse_arguments([ConversionArguments], argv, __doc__)
     if args.max_texts < 1:
         raise ValueError(f"--max_texts must be at least 1, got {args.max_texts}")
     # of the weights that are new

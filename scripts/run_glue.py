@@ -245,7 +245,7 @@ def choose_length(requested: int | None, longest: int | None, tokenizer: PreTrai
 
 
 def main(argv: list[str] | None = None) -> None:
-    args, training_args = parse_arguments([GlueArguments, TrainingArguments], argv)
+    args, training_args = parse_arguments([GlueArguments, TrainingArguments], argv, __doc__)
     check_arguments(args, training_args)
     with claimed(training_args):
         run(args, training_args)

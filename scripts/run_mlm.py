@@ -364,7 +364,7 @@ def hub_data(args: MLMArguments) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args, training_args = parse_arguments([MLMArguments, TrainingArguments], argv)
+    args, training_args = parse_arguments([MLMArguments, TrainingArguments], argv, __doc__)
     check_arguments(args, training_args)
     with claimed(training_args):
         run(args, training_args)

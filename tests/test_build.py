@@ -203,6 +203,19 @@ def test_required_cuda_without_a_compiler_is_an_error(tmp_path):
     assert "YOSO_CUDA=1, but no C++ compiler (no-such-compiler)" in run.stderr
 
 
+@pytest.mark.parametrize("name", ["find_cuda", "cuda_architectures"])
+def test_settings_of_the_build_that_are_neither_are_refused(name, monkeypatch):
+    monkeypatch.setenv("YOSO_CUDA", "true")
+    monkeypatch.setenv("YOSO_CUDA_ARCHS", "sm_80,sm_90")
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    message = {
+        "find_cuda": "YOSO_CUDA must be 0 or 1, got 'true'",
+        "cuda_architectures": """YOSO_CUDA_ARCHS must be such as "80;90", or "all", got 'sm_80,sm_90'""",
+    }
+    with pytest.raises(SystemExit, match=message[name]):
+        runpy.run_path(str(ROOT / "setup.py"))[name]()
+
+
 def newest(compiler: str, oldest: int) -> str | None:
     """The newest of a compiler's versions on the PATH, as clang++ and clang++-19, from the oldest that will do."""
     versions = {}

@@ -949,6 +949,8 @@ def test_refused_arguments(tokenizers, tmp_path, monkeypatch):
         convert_checkpoint(source, tmp_path / "notes", overwrite=True)
     with pytest.raises(ValueError, match="got the file"):
         convert_checkpoint(source, tmp_path / "notes" / "mine.txt")
+    with pytest.raises(ValueError, match="yoso cannot be written: .*mine.txt is no directory"):
+        convert_checkpoint("not looked for", tmp_path / "notes" / "mine.txt" / "models" / "yoso")
     with pytest.raises(ValueError, match="there is no file or directory models/small/cp-1.model, which is no name"):
         convert_checkpoint("models/small/cp-1.model", tmp_path / "yoso")
     (tmp_path / "empty").mkdir()

@@ -84,6 +84,14 @@ def test_a_mapping_of_the_file_is_replaced_with_a_warning(tmp_path, caplog):
     assert f"command line alone, without that of {recipe}: num_cycles, min_lr" in caplog.text
 
 
+def test_help_has_the_description_and_defaults_that_there_are(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments([TrainingArguments], ["--help"], "What it does.\n\n    a command\n")
+    text = capsys.readouterr().out
+    assert "\nWhat it does.\n\n    a command\n" in text
+    assert "(default: adamw_torch" in text and "default: None" not in text
+
+
 def test_a_list_is_given_once(tmp_path):
     output = f"--output_dir={tmp_path}"
     (args,) = parse_arguments([TrainingArguments], [output, "--label_names", "a", "b"])

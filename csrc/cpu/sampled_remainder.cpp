@@ -398,10 +398,10 @@ void for_buckets(const Inputs& x, int64_t tau, double scale, std::optional<Tenso
       if constexpr (backward) {
         numbers.grad_total = grad_total + batch_head * N;
         numbers.grad_weight = grad_weights + batch_head * M;
-        std::memset(numbers.grad_weight, 0, M * sizeof(T));
+        std::fill_n(numbers.grad_weight, M, T(0));
       } else {
         numbers.total = totals + batch_head * N;
-        std::memset(numbers.total, 0, N * sizeof(T));
+        std::fill_n(numbers.total, N, T(0));
       }
       parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {

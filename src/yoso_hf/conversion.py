@@ -793,6 +793,9 @@ def _check_output(output_dir: Path, source: str | os.PathLike, overwrite: bool) 
         raise ValueError(f"output_dir must be a directory, got the file {output_dir}")
     if output_dir.resolve() == Path.cwd():
         raise ValueError(f"output_dir must not be the current directory, which is in use, got {str(output_dir)!r}")
+    parent = next(path for path in output_dir.resolve().parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"output_dir {output_dir} cannot be written: {parent} is no directory that takes new ones")
     if not output_dir.exists() or not any(output_dir.iterdir()):
         return
     if not overwrite:

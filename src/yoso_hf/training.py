@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+from argparse import Action, ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -93,16 +94,26 @@ _CONTENT = "content of "
 # of a checkpoint's directory, what decides what is learned from it
 MODEL_FILES = (
     *("config.json", "*.safetensors", "pytorch_model*.bin"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.codes"),
 )
 
 
-def parse_arguments(argument_types: list[type], argv: list[str] | None = None) -> tuple:
+class _HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+    """Shows the description as it is written, and the defaults that there are."""
+
+    def _get_help_string(self, action: Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def parse_arguments(
+    argument_types: list[type], argv: list[str] | None = None, description: str | None = None
+) -> tuple:
     """Parse `[config.yaml] [--argument value ...]`; the command line overrides the file.
 
     Args:
         argument_types: the dataclasses to fill.
         argv: the arguments without the program's name; None: those of this process.
+        description: what --help shows above the arguments.
 
     Returns:
         One instance of each dataclass.
@@ -113,7 +124,11 @@ def parse_arguments(argument_types: list[type], argv: list[str] | None = None) -
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = HfArgumentParser(
-        argument_types, allow_abbrev=False, usage="%(prog)s [config.yaml] [--argument value ...]"
+        argument_types,
+        allow_abbrev=False,
+        usage="%(prog)s [config.yaml] [--argument value ...]",
+        description=description,
+        formatter_class=_HelpFormatter,
     )
     if TrainingArguments in argument_types:
         # Trainer would show 0 for a loss that is no number
