@@ -507,7 +507,11 @@ def test_expectation_at_16384_stays_under_a_gigabyte(path):
         ({"query": [[0.0]]}, "query must be a tensor, got list"),
         (
             {"query": torch.zeros(2, 3, 20, 16, dtype=torch.long)},
-            "query must be floating point, got torch.int64",
+            "query must be float16, bfloat16, float32 or float64, got torch.int64",
+        ),
+        (
+            {"key": torch.zeros(2, 3, 25, 16, dtype=torch.float8_e4m3fn)},
+            "key must be float16, bfloat16, float32 or float64, got torch.float8_e4m3fn",
         ),
         ({"key": torch.zeros(2, 3, 25, 8)}, "key must have query's head_dim 16, got 8"),
         (

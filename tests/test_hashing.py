@@ -124,6 +124,15 @@ def test_sixteen_bits_need_int32_and_reach_past_int16():
     assert 2**15 < codes.max() < 2**16
 
 
+def test_a_draw_of_zero_has_a_sign(monkeypatch):
+    """One of some 2**24 draws of a normal number is zero."""
+    draws = torch.tensor([0.0, -0.0, -0.3, 2.0]).repeat(3, 5, 16)
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: draws.clone())
+    parameters = HashFunctions.sample(3, 64, 1, 3).parameters
+    assert torch.equal(parameters[:, :2], torch.tensor([1.0, -1, -1, 1]).repeat(3, 2, 16))
+    assert torch.equal(parameters[:, 2:], draws[:, 2:])
+
+
 def test_a_bit_is_the_sign_of_a_projection_and_zero_gives_zero():
     # directions e1 and -e1, e2 and -e2: bit 0 from the first pair of functions, bit 1 from the second
     directions = torch.tensor([[[1.0, 0], [-1, 0], [0, 1], [0, -1]]])
@@ -200,6 +209,12 @@ def test_parameters_and_vectors_that_do_not_fit_are_refused(kind):
     for shape in ([1, 2, 5, 15], [1, 3, 5, 16], [2, 5, 16]):
         with pytest.raises(ValueError, match=r"x must have shape \[B, 2, N, 16\], got"):
             functions.codes(torch.zeros(shape))
+    x = torch.zeros(2, 2, 5, 16)
+    with pytest.raises(ValueError, match=r"x must be float16, bfloat16, float32 or float64, got torch.int64"):
+        functions.codes(x.long())
+    for mask in (torch.ones(2, 5), torch.ones(1, 5, dtype=torch.bool), torch.ones(2, 4, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=rf"mask must be bool of shape \[2, 5\], got {mask.dtype} of"):
+            functions.codes(x, mask)
 
 
 def test_the_functions_of_a_seed_stay_what_they_are():

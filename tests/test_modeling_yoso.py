@@ -1280,6 +1280,14 @@ def test_attentions_of_sampled_attention_are_refused(use_expectation):
         model(make_ids(1, 4), output_attentions=True)
 
 
+def test_configuration_of_another_class_is_refused():
+    others = transformers.YosoConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    for model_class in (YosoModel, YosoForMaskedLM):
+        with pytest.raises(ValueError, match=r"config must be a yoso_hf.YosoConfig, got transformers\..*\.YosoConfig"):
+            model_class(others)
+        model_class(YosoConfig(**others.to_dict()))
+
+
 def test_override_out_of_range(tmp_path):
     make_model(YosoModel).save_pretrained(tmp_path)
     with pytest.raises(StrictDataclassError, match="conv_window must be None or an odd positive number, got 4"):

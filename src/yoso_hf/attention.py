@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .graphs import expectation_attention_graph, sampled_attention_graph
-from .hashing import EXACT_RANGE, MAX_EXACT_HASH_CODE_LEN, MAX_HASH_CODE_LEN, HashFunctions, check_integer
+from .hashing import (
+    EXACT_RANGE,
+    MAX_EXACT_HASH_CODE_LEN,
+    MAX_HASH_CODE_LEN,
+    HashFunctions,
+    check_floating,
+    check_integer,
+)
 from .ops import (
     compiled_backends,
     cpu_uses_amx,
@@ -177,8 +184,9 @@ def yoso_attention(
             take longer. Their quotient, the output, has a bias of order 1 / num_hash, small beside its noise. A query
             that avoids, by far more than 60 in the exponent, a key that most queries agree on, has no weight that
             float32 can hold, and gets zero; where a head has exponents beyond 60, that margin of 60 shrinks by as
-            much, down to 22. With N = M, masked positions are no queries there. Needs normalization="sum" and, where
-            sampled, one hash_code_len, backward="sampled" and no local_window.
+            much, down to 22. With N = M, queries are taken to be of the keys' tokens, and outputs of masked positions
+            mean nothing: to queries of another sequence of that length, append one. Needs normalization="sum" and,
+            where sampled, one hash_code_len, backward="sampled" and no local_window.
         local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are
             sampled: the same expectation with less noise, at a cost of O(N local_window). Needs N = M. 0: none, not
             even a position with itself. Nothing changes where the expectation is computed.
@@ -430,8 +438,7 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
             raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape [B, H, rows, columns], got {_shape(tensor)}")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+        check_floating(name, tensor)
         if tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device}, but query is on {query.device}: they must share a device")
         if tensor.shape[:2] != query.shape[:2]:

@@ -40,6 +40,12 @@ def check_integer(name: str, x: object, lowest: int, highest: int | None = None,
         raise ValueError(f"{name} must be {allowed}, got {x}{note}")
 
 
+def check_floating(name: str, x: Tensor) -> None:
+    """Refuses a tensor, the argument of that name, whose dtype nothing here computes with, by a ValueError."""
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+
+
 class HashFunctions:
     """The random functions f_1..f_m of every head, each mapping a vector to a code of tau bits.
 
@@ -129,7 +135,9 @@ class HashFunctions:
         options = {} if generator is None else {"generator": generator}
         parameters = torch.randn(shape, device=device, dtype=torch.float32, **options)
         if kind == "hadamard":
-            parameters[:, :2].sign_()
+            # not by sign(), which is 0 where a draw is
+            signs = parameters[:, :2]
+            signs.copy_(torch.ones_like(signs).copysign(signs))
         return cls(parameters, head_dim, num_hash, hash_code_len, kind)
 
     @classmethod
@@ -189,11 +197,17 @@ class HashFunctions:
             Codes in [0, 2**tau), and -1 where the mask is False; shape [B, H, m, N], int16 for tau <= 15, else int32.
 
         Raises:
-            ValueError: x of other heads or another head_dim than the functions have.
+            ValueError: x of other heads or another head_dim than the functions have, or of another dtype; a mask of
+                another shape or dtype.
         """
         heads = self.parameters.shape[0]
         if x.dim() != 4 or (x.shape[1], x.shape[3]) != (heads, self.head_dim):
             raise ValueError(f"x must have shape [B, {heads}, N, {self.head_dim}], got {list(x.shape)}")
+        check_floating("x", x)
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != (x.shape[0], x.shape[2])):
+            raise ValueError(
+                f"mask must be bool of shape {[x.shape[0], x.shape[2]]}, got {mask.dtype} of {list(mask.shape)}"
+            )
         if torch.onnx.is_in_onnx_export():
             hash_op = hash_gaussian_graph if self.kind == "gaussian" else hash_hadamard_graph
         else:

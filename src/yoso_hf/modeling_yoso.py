@@ -487,6 +487,9 @@ class YosoModel(YosoPreTrainedModel):
 
     def __init__(self, config: YosoConfig):
         super().__init__(config)
+        if not hasattr(config, "normalization"):
+            given = f"{type(config).__module__}.{type(config).__name__}"
+            raise ValueError(f"config must be a yoso_hf.YosoConfig, got {given}: YosoConfig(**config.to_dict())")
         # assignments and the overrides of from_pretrained change a configuration after its own checks
         config.validate()
         self.embeddings = YosoEmbeddings(config)
