@@ -525,7 +525,11 @@ def test_expectation_at_16384_stays_under_a_gigabyte(path):
         ),
         (
             {"key_mask": torch.ones(2, 20, dtype=torch.bool)},
-            r"key_mask must have shape \[B, M\] = \[2, 25\], got \[2, 20\]",
+            r"key_mask must have shape \[2, 25\], got \[2, 20\]",
+        ),
+        (
+            {"query_mask": torch.ones(2, 25, dtype=torch.bool)},
+            r"query_mask must have shape \[2, 20\], got \[2, 25\]",
         ),
         (
             {"key_mask": torch.ones(2, 25)},
@@ -625,17 +629,20 @@ def softmax_of(query, key, value, key_mask, scale=None):
 
 @pytest.mark.parametrize("rows", [25, 20])
 @pytest.mark.parametrize("scale", [None, 2.0])
-def test_samples_of_softmax_are_softmax_where_every_key_is_heavy(rows, scale):
+@pytest.mark.parametrize("masked", [False, True])
+def test_samples_of_softmax_are_softmax_where_every_key_is_heavy(rows, scale, masked):
     """And its gradients, whatever queries and keys have in common."""
     tensors = [x.requires_grad_() for x in inputs(N=rows, D=10, dtype=torch.float64)]
     query, key, value = tensors
     query, key = query + torch.randn(10), key + torch.randn(10)
     key_mask = torch.rand(2, 25) > 0.3
     options = {"similarity": "softmax", "normalization": "sum", "num_hash": 2, "hash_code_len": 3}
-    out = yoso_attention(query, key, value, key_mask, scale=scale, **options)
+    query_mask = torch.rand(2, rows) > 0.3
+    real = query_mask[:, None, :, None] if masked else torch.ones(1)
+    out = yoso_attention(
+        query, key, value, key_mask, query_mask=query_mask if masked else None, scale=scale, **options
+    )
     expected = softmax_of(query, key, value, key_mask, scale)
-    # masked positions are no queries either
-    real = key_mask[:, None, :, None] if rows == 25 else torch.ones(1)
     torch.testing.assert_close(out * real, expected * real)
     grad = torch.randn_like(out) * real
     for got, truth in zip(*(torch.autograd.grad(x, tensors, grad) for x in (out, expected)), strict=True):
@@ -649,9 +656,8 @@ def test_samples_of_softmax_are_softmax_where_all_pairs_share_a_bucket(monkeypat
     key_mask = torch.rand(2, 40) > 0.2
     options = {"similarity": "softmax", "normalization": "sum", "num_hash": 2, "hash_code_len": 1}
     out, expected = yoso_attention(*tensors, key_mask, **options), softmax_of(*tensors, key_mask)
-    real = key_mask[:, None, :, None]
-    torch.testing.assert_close(out * real, expected * real)
-    grad = torch.randn_like(out) * real
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn_like(out)
     for got, truth in zip(*(torch.autograd.grad(x, tensors, grad) for x in (out, expected)), strict=True):
         torch.testing.assert_close(got, truth, rtol=1e-6, atol=1e-9)
 
@@ -663,14 +669,13 @@ def test_samples_of_softmax_come_to_softmax(monkeypatch, hash_code_len):
     tensors = [x.requires_grad_() for x in inputs(B=2, N=40, M=40, D=8)]
     query, key = tensors[0] + torch.randn(8), tensors[1] + torch.randn(8)
     key_mask = torch.rand(2, 40) > 0.2
-    real = key_mask[:, None, :, None]
-    expected = softmax_of(query, key, tensors[2], key_mask) * real
+    expected = softmax_of(query, key, tensors[2], key_mask)
     grad = torch.randn_like(expected)
     expected = [expected, *torch.autograd.grad(expected, tensors, grad, retain_graph=True)]
     options = {"hash_code_len": hash_code_len, "normalization": "sum", "similarity": "softmax"}
     errors = []
     for num_hash in (100, 10_000):
-        out = yoso_attention(query, key, tensors[2], key_mask, num_hash=num_hash, **options) * real
+        out = yoso_attention(query, key, tensors[2], key_mask, num_hash=num_hash, **options)
         found = [out, *torch.autograd.grad(out, tensors, grad, retain_graph=True)]
         errors.append([((x - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True)])
     for few, many in zip(*errors, strict=True):
@@ -1037,6 +1042,24 @@ def test_masked_keys_may_hold_anything_with_softmax(monkeypatch, heavy, expectat
         found.append([out, *(x[:, :, :15] for x in torch.autograd.grad(out.sum(), tensors))])
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("heavy", [64, 4])
+def test_masked_queries_may_hold_anything_with_softmax(monkeypatch, heavy):
+    monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", heavy)
+    query, key, value = inputs(N=20, M=20)
+    mask = torch.arange(20).expand(2, 20) < 15
+    real = mask[:, None, :, None]
+    found = []
+    for anything in (0.0, 7.0, math.nan):
+        tensors = [x.clone().requires_grad_() for x in (query.masked_fill(~real, anything), key, value)]
+        functions = HashFunctions.seeded(0, 0, 3, 16, 8, 4)
+        options = {"hash_functions": functions, "similarity": "softmax", "normalization": "sum"}
+        out = yoso_attention(*tensors, mask, query_mask=mask, **options)[:, :, :15]
+        found.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+    for got, *others in zip(*found, strict=True):
+        assert got.any()
+        assert all(torch.equal(got, other) for other in others)
 
 
 # more than 64 keys would have samples

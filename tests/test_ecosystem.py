@@ -818,6 +818,17 @@ def test_casts_and_moves_keep_the_hash_functions(change, use_fast_hash):
 
 
 @torch.no_grad()
+def test_rounded_buffers_keep_the_hash_functions():
+    """As FSDP rounds them, whose mixed precision has a dtype for buffers."""
+    model = make_model(YosoModel)
+    inputs, _ = make_batch()
+    expected = model(**inputs).last_hidden_state
+    for parameters in hash_parameters(model):
+        parameters.data = parameters.bfloat16()
+    assert torch.equal(model(**inputs).last_hidden_state, expected)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("settings", [{}, SAMPLED_SOFTMAX, {**SAMPLED_SOFTMAX, "use_expectation": True}])
 def test_meta_device(settings):
     model = make_model(YosoForMaskedLM, **settings)

@@ -132,6 +132,7 @@ def yoso_attention(
     value: Tensor,
     key_mask: Tensor | None = None,
     *,
+    query_mask: Tensor | None = None,
     hash_code_len: int | list[int] | tuple[int, ...] = 9,
     num_hash: int = 32,
     expectation: bool | Literal["auto"] = False,
@@ -156,6 +157,9 @@ def yoso_attention(
         value: [B, H, M, Dv].
         key_mask: bool [B, M], True for a real token; a masked key adds nothing, whatever stands in it. None: all are
             real.
+        query_mask: bool [B, N], True for a real token; outputs of the others mean nothing. In self-attention, the
+            key_mask. Only samples of similarity="softmax" heed it, since they go by what all queries have in common:
+            without it, what padding holds moves them, and NaN in it spoils them. None: all are real.
         hash_code_len: tau, bits of a code, 1..16, or 1..32 with expectation=True: the higher, the sharper the
             attention. A list of H numbers gives every head its own. With similarity="softmax" it matters to samples
             only, and is the most bits that their codes have: 13, and from M = 4097 on log2(M) + 1, rounded up, which
@@ -184,9 +188,8 @@ def yoso_attention(
             take longer. Their quotient, the output, has a bias of order 1 / num_hash, small beside its noise. A query
             that avoids, by far more than 60 in the exponent, a key that most queries agree on, has no weight that
             float32 can hold, and gets zero; where a head has exponents beyond 60, that margin of 60 shrinks by as
-            much, down to 22. With N = M, queries are taken to be of the keys' tokens, and outputs of masked positions
-            mean nothing: to queries of another sequence of that length, append one. Needs normalization="sum" and,
-            where sampled, one hash_code_len, backward="sampled" and no local_window.
+            much, down to 22. Needs normalization="sum" and, where sampled, one hash_code_len, backward="sampled" and
+            no local_window.
         local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are
             sampled: the same expectation with less noise, at a cost of O(N local_window). Needs N = M. 0: none, not
             even a position with itself. Nothing changes where the expectation is computed.
@@ -199,7 +202,9 @@ def yoso_attention(
         ValueError: an argument out of range, or shapes, dtypes or devices that do not fit; the message names it.
         NotImplementedError: query, key or value has a tangent, as in torch.func.jvp.
     """
-    _check(query, key, value, key_mask, normalization, backward, expectation, similarity, local_window, scale)
+    _check(query, key, value, normalization, backward, expectation, similarity, local_window, scale)
+    _check_mask("key_mask", key_mask, key)
+    _check_mask("query_mask", query_mask, query)
     _refuse_tangents(query, key, value)
     heads, head_dim = query.shape[1], query.shape[3]
     if hash_functions is not None:
@@ -230,7 +235,7 @@ def yoso_attention(
         if hash_functions is None:
             hash_functions = HashFunctions.sample(heads, head_dim, num_hash, hash_code_len, device=query.device)
         with _without_autocast(query.device):
-            return _sampled_softmax(query, key, value, key_mask, hash_functions, scale).to(out_dtype)
+            return _sampled_softmax(query, key, value, query_mask, key_mask, hash_functions, scale).to(out_dtype)
     # sums of many values, or of small weights, leave float16's range; CUDA's kernels scale them before they round
     scaled_late = normalization == "sum" or (normalization == "l2" and not (query.is_cuda and HAS_CUDA_KERNELS))
     if dtype == torch.float16 and (scaled_late or (local_window > 0 and not expectation)):
@@ -346,13 +351,17 @@ def _softmax(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None,
 
 
 def _sampled_softmax(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, functions: HashFunctions, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    functions: HashFunctions,
+    scale: float,
 ) -> Tensor:
     """Softmax attention, exact in the first order of the exponent and in the heaviest keys, else sampled."""
     dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
-    real_keys = real_rows(key_mask)
-    # as many queries as keys are of the same tokens
-    real_queries = real_keys if query.shape[2] == key.shape[2] else None
+    real_queries, real_keys = real_rows(query_mask), real_rows(key_mask)
     query, key = less_masked(query, real_queries), less_masked(key.to(wide), real_keys)
     value = less_masked(value, real_keys)
     with torch.no_grad():
@@ -376,7 +385,7 @@ def _sampled_softmax(
     query, key, weight, light = query - query_mean, key - key_mean, weight.squeeze(-1), light.squeeze(-1)
     length = _bits_for(key.shape[2], functions.hash_code_len)
     functions = functions.part(None, length)
-    query_codes = functions.codes(query.detach(), None if real_queries is None else key_mask)
+    query_codes = functions.codes(query.detach(), query_mask)
     key_codes = functions.codes(key.detach(), key_mask)
     rows = query.to(dtype), key.to(dtype), value
     with torch.no_grad():
@@ -431,7 +440,7 @@ def _check_similarity(similarity: str) -> None:
         raise ValueError(f"similarity must be one of {SIMILARITIES}, got {similarity!r}")
 
 
-def _check(query, key, value, key_mask, normalization, backward, expectation, similarity, local_window, scale) -> None:
+def _check(query, key, value, normalization, backward, expectation, similarity, local_window, scale) -> None:
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -451,18 +460,6 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
         raise ValueError(f"key must have query's head_dim {query.shape[3]}, got {key.shape[3]}")
     if value.shape[2] != key.shape[2]:
         raise ValueError(f"value must have key's length {key.shape[2]}, got {value.shape[2]}")
-    if key_mask is not None:
-        if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-            given = getattr(key_mask, "dtype", type(key_mask).__name__)
-            raise ValueError(f"key_mask must be a tensor of bool, True for a real token, got {given}")
-        if key_mask.shape != (key.shape[0], key.shape[2]):
-            raise ValueError(
-                f"key_mask must have shape [B, M] = {[key.shape[0], key.shape[2]]}, got {_shape(key_mask)}"
-            )
-        if key_mask.device != query.device:
-            raise ValueError(
-                f"key_mask is on {key_mask.device}, but query is on {query.device}: they must share a device"
-            )
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization must be one of {NORMALIZATIONS}, got {normalization!r}")
     if backward not in BACKWARDS:
@@ -489,6 +486,18 @@ def _check(query, key, value, key_mask, normalization, backward, expectation, si
             f"local_window needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}: "
             "it counts positions of one sequence"
         )
+
+
+def _check_mask(name: str, mask: Tensor | None, rows: Tensor) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        given = getattr(mask, "dtype", type(mask).__name__)
+        raise ValueError(f"{name} must be a tensor of bool, True for a real token, got {given}")
+    if mask.shape != (rows.shape[0], rows.shape[2]):
+        raise ValueError(f"{name} must have shape {[rows.shape[0], rows.shape[2]]}, got {_shape(mask)}")
+    if mask.device != rows.device:
+        raise ValueError(f"{name} is on {mask.device}, but its rows are on {rows.device}: they must share a device")
 
 
 def _check_sampled_softmax(hash_code_len, backward, local_window) -> None:

@@ -267,6 +267,7 @@ def yoso_from_settings(
         key,
         value,
         key_mask,
+        query_mask=key_mask,
         hash_code_len=settings["hash_code_len"],
         num_hash=settings["num_hash"],
         expectation=settings["use_expectation"],

@@ -197,13 +197,15 @@ class HashFunctions:
             Codes in [0, 2**tau), and -1 where the mask is False; shape [B, H, m, N], int16 for tau <= 15, else int32.
 
         Raises:
-            ValueError: x of other heads or another head_dim than the functions have, or of another dtype; a mask of
-                another shape or dtype.
+            ValueError: x of other heads or another head_dim than the functions have, or of another dtype or device; a
+                mask of another shape or dtype.
         """
         heads = self.parameters.shape[0]
         if x.dim() != 4 or (x.shape[1], x.shape[3]) != (heads, self.head_dim):
             raise ValueError(f"x must have shape [B, {heads}, N, {self.head_dim}], got {list(x.shape)}")
         check_floating("x", x)
+        if x.device != self.parameters.device:
+            raise ValueError(f"x is on {x.device}, but the functions' parameters are on {self.parameters.device}")
         if mask is not None and (mask.dtype != torch.bool or mask.shape != (x.shape[0], x.shape[2])):
             raise ValueError(
                 f"mask must be bool of shape {[x.shape[0], x.shape[2]]}, got {mask.dtype} of {list(mask.shape)}"

@@ -169,9 +169,11 @@ class YosoSelfAttention(nn.Module):
                 return None
             return HashFunctions.sample(*self.hash_sizes(), kind=self.hash_kind, device=query.device)
         settings = self.hash_settings()
-        if settings != self.built_settings or self.hash_parameters.device != query.device:
+        kept = self.hash_parameters
+        # FSDP may round buffers
+        if settings != self.built_settings or kept.device != query.device or kept.dtype != torch.float32:
             return kept_hash_functions(query, *settings)
-        return HashFunctions(self.hash_parameters, *self.hash_sizes()[1:], self.hash_kind)
+        return HashFunctions(kept, *self.hash_sizes()[1:], self.hash_kind)
 
     def forward(
         self, hidden_states: Tensor, key_mask: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
@@ -203,6 +205,7 @@ class YosoSelfAttention(nn.Module):
             key,
             value,
             key_mask,
+            query_mask=key_mask,
             num_hash=self.config.num_hash,
             expectation=self.config.use_expectation,
             hash_functions=self.hash_functions(query),
