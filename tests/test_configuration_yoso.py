@@ -102,6 +102,7 @@ def test_round_trip(use_expectation, tmp_path):
         ({"hidden_act": "glue"}, "hidden_act", "gelu"),
         ({"classifier_activation": "tan"}, "classifier_activation", "tanh"),
         ({"vocab_size": 0}, "vocab_size", "at least 1"),
+        ({"vocab_size": 7, "pad_token_id": 7}, "vocab_size", "pad_token_id must be below vocab_size=7, got 7"),
         ({"num_hidden_layers": 0}, "num_hidden_layers", "at least 1"),
         ({"intermediate_size": -1}, "intermediate_size", "at least 1"),
         ({"max_position_embeddings": 0}, "max_position_embeddings", "at least 1"),

@@ -357,6 +357,7 @@ REFUSED = {
     "decoder": ("roberta", {"is_decoder": True}, "decoder"),
     "cross-attention": ("bert", {"add_cross_attention": True}, "decoder"),
     "own code": ("bert", {"auto_map": {"AutoModel": "modeling.Other"}}, "auto_map"),
+    "quantized": ("bert", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized"),
     "class": ("bert", {"architectures": ["BertLMHeadModel"]}, "BertLMHeadModel"),
     "no class": ("bert", {"architectures": None}, "architectures None"),
     "type": ("bert", {"model_type": "distilbert"}, "'distilbert'"),
@@ -373,6 +374,13 @@ def test_refused_architectures(kind, changes, message, tokenizers, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)):
         convert_checkpoint(source, tmp_path / "yoso")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["original"]
+
+
+def test_an_adapter_is_no_checkpoint(tokenizers, tmp_path):
+    tokenizers["bert"].save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ValueError, match="adapter holds an adapter of PEFT: merge it into its model"):
+        convert_checkpoint(tmp_path / "adapter", tmp_path / "yoso")
 
 
 @pytest.mark.parametrize("change", ["missing", "another shape"])
@@ -610,6 +618,14 @@ def test_comparison(kind, tokenizers, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "yoso" / "conversion.json").read_text())["comparison"] == vars(found)
     assert f"loss {found.original_loss:.3f} -> {found.converted_loss:.3f}" in str(report)
     assert f"cosine of the last hidden states {found.cosine:.4f}, {len(cosines)} tokens of" in str(report)
+
+
+def test_without_a_token_for_masks_hidden_states_alone_are_compared(tokenizers, tmp_path):
+    tokenizer = copy.deepcopy(tokenizers["bert"])
+    tokenizer.mask_token = None
+    source = save(make_model("bert", "ForMaskedLM", tokenizer), tokenizer, tmp_path / "original")
+    found = convert_checkpoint(source, tmp_path / "yoso", texts=TEXTS).comparison
+    assert (found.num_masked, found.original_loss) == (0, None) and found.cosine == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])

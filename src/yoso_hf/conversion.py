@@ -177,7 +177,8 @@ class Comparison:
         num_tokens: their tokens, special ones included.
         cosine: cosine of a token's last hidden state before and after, the mean over all tokens.
         cosine_by_layer: the same for the embeddings and after each layer.
-        num_masked: tokens masked; 0, and None below, where the original has no language model head that was kept.
+        num_masked: tokens masked; 0, and None below, where the original has no language model head that was kept, or
+            the tokenizer no token for a mask.
         original_loss, converted_loss: mean cross-entropy of the masked tokens.
         original_accuracy, converted_accuracy: share of them that the model ranks first.
     """
@@ -388,7 +389,12 @@ def convert_checkpoint(
     elif texts:
         kept_head = any(name.startswith(_MLM_TRANSFORM) for name in read.mapped)
         report.comparison = compare(
-            read.model, model, tokenizer, texts, max_length=min(length, len(original)), language_model=kept_head
+            read.model,
+            model,
+            tokenizer,
+            texts,
+            max_length=min(length, len(original)),
+            language_model=kept_head and tokenizer.mask_token is not None,
         )
     with _replacing(output_dir) as folder:
         model.save_pretrained(folder)
@@ -517,6 +523,8 @@ def _read_pretrained(source: str) -> _Source:
     """A checkpoint of transformers."""
     if not os.path.exists(source) and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
         raise ValueError(f"there is no file or directory {source}, which is no name of the hub either")
+    if os.path.isfile(os.path.join(source, "adapter_config.json")):
+        raise ValueError(f"{source} holds an adapter of PEFT: merge it into its model, and save that, first")
     config = AutoConfig.from_pretrained(source)
     task = _check_config(source, config)
     auto_class, target_class = _TASKS[task]
@@ -603,6 +611,8 @@ def _check_config(source: str, config: PreTrainedConfig) -> str:
     # a Yoso checkpoint carries this package's
     if config.model_type != "yoso" and getattr(config, "auto_map", None):
         raise ValueError(f"{source} brings code of its own (auto_map), which may compute what Yoso does not")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{source} is quantized (quantization_config): give the checkpoint that it was made of")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(f"{source} is a decoder (is_decoder or add_cross_attention); Yoso is an encoder")
     positions = getattr(config, "position_embedding_type", None) or "absolute"
