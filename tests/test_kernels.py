@@ -118,8 +118,8 @@ class Inputs:
             *namespace.sampled_remainder_backward(grad, grad_total, *arguments),
         ]
 
-    def first_order(self, namespace, dtype):
-        """What the operators of the first order give, forward and backward."""
+    def first_order(self, namespace, dtype, forward=None):
+        """What the operators of the first order give, forward and backward, or that of the forward that is given."""
         query, key, value = (x.to(dtype) for x in (self.query, self.key, self.value))
         wide = torch.promote_types(dtype, torch.float32)
         key_weight = torch.linspace(0, 1, key.shape[2], dtype=wide).expand(key.shape[:3]).contiguous()
@@ -130,7 +130,8 @@ class Inputs:
         largest = scale * query.to(wide).norm(dim=-1) * key.to(wide).norm(dim=-1).amax(-1, keepdim=True)
         remainder = self.grad.to(wide), key_weight.sum(-1, keepdim=True) * largest + 1
         out, total = namespace.first_order_attention(*inputs, *remainder, scale)
-        return [out, total, *namespace.first_order_attention_backward(grad, out, total, *inputs, scale)]
+        of_out, of_total = (out, total) if forward is None else (forward[0].to(dtype), forward[1].to(wide))
+        return [out, total, *namespace.first_order_attention_backward(grad, of_out, of_total, *inputs, scale)]
 
 
 def assert_as_accurate_as_pytorch(outputs, dtype):
@@ -489,7 +490,10 @@ def test_first_order_kernels_are_as_accurate_as_pytorch(data, shape, dtype):
     if dtype == torch.float16 and not HAS_SOFTMAX_KERNEL:
         pytest.skip("as the sampled remainder, which there is of no float16 on a GPU")
     inputs = Inputs(data, shape, dtype)
-    assert_as_accurate_as_pytorch(inputs.first_order, dtype)
+    # the same for every backward: the weights' gradient has the rounding errors of a few rows of the output, which
+    # could be out of proportion
+    forward = inputs.first_order(reference, torch.float64)[:2]
+    assert_as_accurate_as_pytorch(partial(inputs.first_order, forward=forward), dtype)
 
 
 @pytest.mark.parametrize("shift", [0, 31, 87])
