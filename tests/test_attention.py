@@ -412,7 +412,8 @@ def test_autocast_and_compile_give_the_eager_result():
 def peak_memory(num_rows, options, environment):
     """Peak bytes of forward and backward of 1 x 2 x N x 64, beyond the process with its inputs.
 
-    What a thread needs, whatever the heads, counts in full: 12 heads take less than six times that.
+    What a thread needs, whatever the heads, counts in full: 12 heads take less than six times that. The highest of
+    three runs: in one, what two threads need may not be there at the same time.
     """
     code = f"""
 import torch
@@ -431,8 +432,9 @@ yoso_attention(*arguments, {options}).backward(grad)
 print(memory("VmHWM") - before)
 """
     environment = {**os.environ, **environment}
-    run = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
-    return int(run.stdout)
+    command = [sys.executable, "-c", code]
+    runs = [subprocess.run(command, check=True, env=environment, capture_output=True, text=True) for _ in range(3)]
+    return max(int(run.stdout) for run in runs)
 
 
 @pytest.fixture(params=["kernel", "pytorch"])

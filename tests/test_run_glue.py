@@ -176,7 +176,8 @@ def outputs_one_by_one(
     for row in rows:
         inputs = tokenizer(*(row[column] for column in columns), return_tensors="pt")
         if model.config.type_vocab_size == 1:
-            del inputs["token_type_ids"]
+            # which the tokenizer of a run does not give
+            inputs.pop("token_type_ids", None)
         with torch.no_grad():
             logits.append(model(**inputs).logits[0])
     return torch.stack(logits)
