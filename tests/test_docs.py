@@ -62,6 +62,15 @@ def test_blocks_of_the_readme_run(tmp_path, monkeypatch):
     torch.testing.assert_close(names["out"].norm(dim=-1), torch.ones(1, 12, 4096))
 
 
+@pytest.mark.parametrize("name", ["convert_checkpoint", "run_glue", "run_mlm"])
+def test_help_of_the_scripts_is_their_head(name, load_script, capsys):
+    script = load_script(name)
+    with pytest.raises(SystemExit) as ended:
+        script.main(["--help"])
+    assert ended.value.code == 0
+    assert f"\n{script.__doc__.strip()}\n" in capsys.readouterr().out
+
+
 def test_help_of_the_quickstart(load_script, monkeypatch, capsys):
     """Printed, and nothing trained."""
     quickstart = load_script("quickstart")
