@@ -22,6 +22,7 @@ from yoso_hf import (
     YosoForSequenceClassification,
     YosoForTokenClassification,
     YosoModel,
+    attention,
     hashing,
     modeling_yoso,
 )
@@ -215,6 +216,18 @@ def test_padding_changes_nothing(model_class, attention, side):
     for row, row_ids, real in zip(outputs, ids, mask, strict=True):
         alone = run(model, row_ids[real][None])[0]
         assert_near(row[real] if model_class in TOKEN_LEVEL else row, alone)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_changes_nothing_of_samples_of_softmax(side, monkeypatch):
+    """Which go by what a text's queries have in common; where all keys are heavy, there are none."""
+    monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", 3)
+    settings = {"similarity": "softmax", "normalization": "sum", "use_expectation": False, "hash_code_len": 4}
+    model = make_model(YosoModel, **settings)
+    ids, mask = make_ids(3, 30), make_mask([9, 24, 30], 30, side)
+    for row, row_ids, real in zip(run(model, ids, mask), ids, mask, strict=True):
+        assert_near(row[real], run(model, row_ids[real][None])[0])
 
 
 @torch.no_grad()
