@@ -127,8 +127,9 @@ def assert_same_bits_on_any_number_of_threads(outputs):
 @pytest.mark.parametrize("heads", [(1, 1), (1, 3), (2, 4)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_whatever_the_number_of_threads(dtype, heads, data):
-    # long enough for every loop that is shared among threads to be shared
-    inputs = Inputs(data, (*heads, 1100, 1000, 64, 64, 4, 6), dtype)
+    # long enough for every loop that is shared among threads to be shared, and more hash functions than are gone over
+    # at once
+    inputs = Inputs(data, (*heads, 1100, 1000, 64, 64, 9, 6), dtype)
     assert_same_bits_on_any_number_of_threads(
         lambda: [
             *inputs.hashes(ops, dtype),

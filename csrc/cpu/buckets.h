@@ -76,23 +76,46 @@ inline int64_t first_bucket(const BucketOrder& queries, const BucketOrder& keys,
   return part == parts ? buckets : low;
 }
 
-// Lists the buckets from `begin` to `end` that have both queries and keys; which have cannot be foretold, so there is
-// no branch. Returns how many there are.
-YOSO_INLINE int64_t shared_buckets(const int32_t* query_ends, const int32_t* key_ends, int64_t begin, int64_t end,
-                                   int32_t* buckets) {
-  int64_t count = 0;
-  int32_t q = begin_of_bucket(query_ends, begin), k = begin_of_bucket(key_ends, begin);
-  for (int64_t bucket = begin; bucket < end; ++bucket) {
-    buckets[count] = static_cast<int32_t>(bucket);
-    count += (query_ends[bucket] > q) & (key_ends[bucket] > k);
-    q = query_ends[bucket];
-    k = key_ends[bucket];
-  }
-  return count;
-}
+// Some queries and keys that share a bucket: their numbers.
+struct Bucket {
+  const int32_t *queries, *keys;
+  int32_t num_queries, num_keys;
 
-// Calls add_heads(begin, end) until all heads are done, in parallel unless threads share a head: where too few heads
-// would leave some idle, or where one for each would leave the cache.
+  YOSO_INLINE int64_t pairs() const { return int64_t{num_queries} * num_keys; }
+};
+
+// Both sides' buckets of a hash function.
+struct SharedBuckets {
+  const int32_t *query_order, *query_ends, *key_order, *key_ends;
+
+  SharedBuckets(const BucketOrder& queries, const BucketOrder& keys, int64_t hash)
+      : query_order(queries.order(hash)),
+        query_ends(queries.ends(hash)),
+        key_order(keys.order(hash)),
+        key_ends(keys.ends(hash)) {}
+
+  YOSO_INLINE Bucket operator[](int64_t number) const {
+    const int32_t q = begin_of_bucket(query_ends, number), k = begin_of_bucket(key_ends, number);
+    return {query_order + q, key_order + k, query_ends[number] - q, key_ends[number] - k};
+  }
+
+  // Lists the buckets from `begin` to `end` that have both queries and keys; which have cannot be foretold, so there
+  // is no branch. Returns how many there are.
+  YOSO_INLINE int64_t list(int64_t begin, int64_t end, int32_t* numbers) const {
+    int64_t count = 0;
+    int32_t q = begin_of_bucket(query_ends, begin), k = begin_of_bucket(key_ends, begin);
+    for (int64_t number = begin; number < end; ++number) {
+      numbers[count] = static_cast<int32_t>(number);
+      count += (query_ends[number] > q) & (key_ends[number] > k);
+      q = query_ends[number];
+      k = key_ends[number];
+    }
+    return count;
+  }
+};
+
+// Calls add_heads(begin, end, parts) until all heads are done, in parallel unless threads share a head, as `parts` of
+// its buckets: where too few heads would leave some idle, or where one for each would leave the cache.
 template <class F>
 void for_bucket_heads(int64_t heads, int64_t rows, int64_t head_bytes, const F& add_heads) {
   // heads with fewer rows are not worth it
@@ -100,9 +123,9 @@ void for_bucket_heads(int64_t heads, int64_t rows, int64_t head_bytes, const F& 
   const int64_t threads = torch::stable::get_num_threads(), rounds = (heads + threads - 1) / threads;
   const bool few = 4 * heads < 3 * rounds * threads;
   if (rows >= kSharedRows && (few || head_bytes * threads > kThirdLevelBytes))
-    add_heads(0, heads);
+    add_heads(0, heads, threads);
   else
-    parallel_for(0, heads, 1, add_heads);
+    parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) { add_heads(begin, end, 1); });
 }
 
 // Fetches the rows of the next bucket, one at every call: all at once, they would hold up the processor.
@@ -113,17 +136,12 @@ struct Ahead {
   const int32_t *query_order = nullptr, *key_order = nullptr;
   int64_t queries_left = 0, keys_left = 0;
 
-  // from now on of this bucket, as many of a side as are multiplied at a time
-  YOSO_INLINE void point_to(const BucketOrder& query_buckets, const BucketOrder& key_buckets, int64_t hash,
-                            int64_t bucket, int64_t most) {
-    const auto point = [=](const BucketOrder& buckets, const int32_t*& order, int64_t& left) YOSO_INLINE_LAMBDA {
-      const int32_t* ends = buckets.ends(hash);
-      const int32_t begin = begin_of_bucket(ends, bucket);
-      order = buckets.order(hash) + begin;
-      left = std::min<int64_t>(ends[bucket] - begin, most);
-    };
-    point(query_buckets, query_order, queries_left);
-    point(key_buckets, key_order, keys_left);
+  // from now on of this bucket, `most` of a side at most
+  YOSO_INLINE void point_to(const Bucket& bucket, int64_t most) {
+    query_order = bucket.queries;
+    key_order = bucket.keys;
+    queries_left = std::min<int64_t>(bucket.num_queries, most);
+    keys_left = std::min<int64_t>(bucket.num_keys, most);
   }
 
   YOSO_INLINE void operator()() {
@@ -134,6 +152,11 @@ struct Ahead {
       --keys_left;
       prefetch(keys + *key_order++ * key_stride, key_stride);
     }
+  }
+
+  // those that are left
+  YOSO_INLINE void finish() {
+    while (queries_left + keys_left > 0) (*this)();
   }
 };
 

@@ -1,7 +1,9 @@
-// The gradient of sampled attention, by buckets: linear in the number of rows whatever the data. Of values it is sampled
-// attention from queries to keys.
+// The gradient of sampled attention, by buckets: linear in the number of rows whatever the data. Of values it is
+// sampled attention from queries to keys.
 #include "buckets.h"
 #include "sampled_attention.h"
+
+#include <vector>
 
 namespace yoso {
 namespace {
@@ -12,140 +14,87 @@ constexpr int64_t kTileRows = 64;
 constexpr int64_t kTransposedKeys = 24;
 // buckets of at most this many pairs of a query and a key are not multiplied one by one: their pairs are listed
 constexpr int64_t kFewPairs = 4;
-// the longest list
-constexpr int64_t kListedPairs = 256;
+// pairs of a list whose rows are fetched ahead
+constexpr int64_t kPairsAhead = 8;
+// hash functions that are gone over together: each pass over them finds its rows in the cache
+constexpr int64_t kHashesTogether = 8;
 
-// One side of the backward pass: the queries with the output's gradient, or the keys with the values. A row holds
-// the unit vector, the gradient or value, and the sum that becomes the gradient of the unit vector.
+// One side of the backward pass: the queries with the output's gradient, or the keys with the values. The sums become
+// the gradients of the unit rows.
 template <class T>
 struct Side {
-  const int64_t columns, other_columns, stride;
-  Buffer<T> rows, inverse_length;
+  const int64_t columns, other_columns;
+  Buffer<T> unit, other, sum, inverse_length;
   BucketOrder buckets;
 
   Side(int64_t count, int64_t columns, int64_t other_columns, int64_t num_hash, int64_t table_size)
       : columns(columns),
         other_columns(other_columns),
-        stride(2 * columns + other_columns),
-        rows(count * stride),
+        unit(count * columns),
+        other(count * other_columns),
+        sum(count * columns),
         inverse_length(count),
         buckets(count, num_hash, table_size, kFewPairs) {}
-
-  T* unit() { return rows.data(); }
-  T* other() { return rows.data() + columns; }
-  T* sum() { return rows.data() + columns + other_columns; }
 
   template <class V>
   YOSO_INLINE void load(const InputRows& x, const InputRows& others, int64_t batch, int64_t head, int64_t begin,
                         int64_t end) {
-    const int64_t offset = begin * stride;
-    load_rows<V>(x, batch, head, begin, end, unit() + offset, stride);
-    load_rows<V>(others, batch, head, begin, end, other() + offset, stride);
-    normalize_rows<V>(unit() + offset, stride, end - begin, columns, inverse_length.data() + begin);
-    for (int64_t row = begin; row < end; ++row) std::memset(sum() + row * stride, 0, columns * sizeof(T));
+    T* const units = unit.data() + begin * columns;
+    load_rows<V>(x, batch, head, begin, end, units, columns);
+    load_rows<V>(others, batch, head, begin, end, other.data() + begin * other_columns, other_columns);
+    normalize_rows<V>(units, columns, end - begin, columns, inverse_length.data() + begin);
+    std::memset(sum.data() + begin * columns, 0, (end - begin) * columns * sizeof(T));
   }
 
   template <class V>
   YOSO_INLINE void store(T scale, const OutputRows& out, int64_t batch, int64_t head, int64_t begin, int64_t end) {
-    const int64_t offset = begin * stride;
+    T *const units = unit.data() + begin * columns, *const sums = sum.data() + begin * columns;
     // a row that is zero, or no numbers, as one in no bucket may be, gets no gradient
     for (int64_t row = begin; row < end; ++row)
-      if (inverse_length[row] == 0) std::memset(unit() + row * stride, 0, columns * sizeof(T));
-    through_normalize<V>(sum() + offset, stride, unit() + offset, stride, end - begin, columns,
-                         inverse_length.data() + begin, scale);
-    store_rows<V>(sum() + offset, stride, T{1}, out, batch, head, begin, end);
+      if (inverse_length[row] == 0) std::memset(unit.data() + row * columns, 0, columns * sizeof(T));
+    through_normalize<V>(sums, columns, units, columns, end - begin, columns, inverse_length.data() + begin, scale);
+    store_rows<V>(sums, columns, T{1}, out, batch, head, begin, end);
   }
+};
+
+// Queries and keys of a bucket that are multiplied at a time. The weights of their pairs, products of gradients and
+// values, begin at `weights`, a row of `stride` for each query.
+struct BucketTile {
+  Bucket rows;
+  int64_t weights, stride;
+};
+
+// What one thread goes over of a hash function: small buckets as pairs, others as tiles, and those that cost less
+// through products.
+template <class T>
+struct Listed {
+  Buffer<int32_t> query_of, key_of;
+  Buffer<T> pair_weights, weights{0};
+  int64_t num_pairs = 0;
+  std::vector<BucketTile> tiles;
+  std::vector<Bucket> large;
+
+  explicit Listed(int64_t most_buckets)
+      : query_of(kFewPairs * most_buckets),
+        key_of(kFewPairs * most_buckets),
+        pair_weights(padded(kFewPairs * most_buckets)) {}
 };
 
 // What one thread needs beside the rows.
 template <class T>
 struct Scratch {
-  Buffer<int32_t> codes, pairs;
-  Buffer<T> weights, tile, grad_query_product, value_key_product;
+  Buffer<int32_t> numbers;
+  Buffer<T> tile, product;
+  std::vector<Listed<T>> hashes;
 
-  Scratch(int64_t columns, int64_t value_columns, int64_t table_size)
-      : codes(table_size),
-        pairs(2 * kListedPairs),
-        weights(kTileRows * kTileRows),
-        tile(kTileRows * value_columns),
-        grad_query_product(value_columns * columns),
-        value_key_product(value_columns * columns) {}
+  Scratch(const Side<T>& queries, const Side<T>& keys)
+      : numbers(queries.buckets.table_size),
+        tile(kTileRows * queries.other_columns),
+        product(queries.other_columns * queries.columns) {
+    const int64_t most_buckets = std::min({queries.buckets.table_size, queries.buckets.count, keys.buckets.count});
+    for (int64_t hash = 0; hash < kHashesTogether; ++hash) hashes.emplace_back(most_buckets);
+  }
 };
-
-// Adds a bucket's part of W K to the queries' sums and of W^T Q to the keys', with W = G V^T, pair by pair.
-template <class V, class Sizes, class T = Element<V>>
-YOSO_INLINE void add_pairs(Sizes sizes, Side<T>& queries, const int32_t* query_order, int64_t num_queries,
-                           Side<T>& keys, const int32_t* key_order, int64_t num_keys, Scratch<T>& scratch,
-                           Ahead<T, typename Sizes::Stride>& ahead) {
-  using Picked = PickedRows<T, typename Sizes::Stride>;
-  const auto D = sizes.columns, Dv = sizes.value_columns;
-  const AllRows<T> weights{scratch.weights.data(), kTileRows};
-  for (int64_t k = 0; k < num_keys; k += kTileRows, key_order += kTileRows) {
-    const int64_t nk = std::min(kTileRows, num_keys - k);
-    const Picked unit_keys{keys.unit(), sizes.stride, key_order};
-    const Picked values{keys.other(), sizes.stride, key_order};
-    const Picked key_sums{keys.sum(), sizes.stride, key_order};
-    const bool transposed = nk >= kTransposedKeys;
-    if (transposed) transpose_rows<V>(values, nk, Dv, scratch.tile.data(), kTileRows);
-    for (int64_t q = 0; q < num_queries; q += kTileRows) {
-      const int64_t nq = std::min(kTileRows, num_queries - q);
-      const Picked unit_queries{queries.unit(), sizes.stride, query_order + q};
-      const Picked grads{queries.other(), sizes.stride, query_order + q};
-      const Picked query_sums{queries.sum(), sizes.stride, query_order + q};
-      if (transposed) {
-        multiply<V, false>(nq, padded(nk), Dv, grads, 1, AllRows<T>{scratch.tile.data(), kTileRows}, weights, ahead);
-      } else {
-        outlined<V>([=, &ahead](auto) YOSO_INLINE_LAMBDA {
-          dot_products<V>(nq, nk, Dv, grads, values, weights.data, kTileRows, ahead);
-        });
-      }
-      outlined<V>([=, &ahead](auto) YOSO_INLINE_LAMBDA {
-        multiply<V>(nq, D, nk, weights, 1, unit_keys, query_sums, ahead);
-      });
-      outlined<V>([=, &ahead](auto) YOSO_INLINE_LAMBDA {
-        multiply<V>(nk, D, nq, AllRows<T>{weights.data, 1}, kTileRows, unit_queries, key_sums, ahead);
-      });
-    }
-  }
-}
-
-// Copies the gradients or values of some rows one after the other.
-template <class V, class T = Element<V>>
-YOSO_INLINE AllRows<T> gather(Side<T>& side, const int32_t* order, int64_t rows, Buffer<T>& tile) {
-  const int64_t columns = side.other_columns;
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t c = 0; c < columns; c += kLanes<V>)
-      store<V>(tile.data() + i * columns + c, load<V>(side.other() + order[i] * side.stride + c));
-  return {tile.data(), columns};
-}
-
-// The same through G^T Q and V^T K, whose cost is linear in the bucket's size.
-template <class V, class T = Element<V>>
-YOSO_INLINE void add_through_products(Side<T>& queries, const int32_t* query_order, int64_t num_queries, Side<T>& keys,
-                                      const int32_t* key_order, int64_t num_keys, Scratch<T>& scratch) {
-  const int64_t D = queries.columns, Dv = queries.other_columns;
-  const AllRows<T> grad_query{scratch.grad_query_product.data(), D}, value_key{scratch.value_key_product.data(), D};
-  scratch.grad_query_product.zero();
-  scratch.value_key_product.zero();
-  for (int64_t q = 0; q < num_queries; q += kTileRows) {
-    const int64_t nq = std::min(kTileRows, num_queries - q);
-    const AllRows<T> grads = gather<V>(queries, query_order + q, nq, scratch.tile);
-    const PickedRows<T> unit_queries{queries.unit(), queries.stride, query_order + q};
-    multiply<V>(Dv, D, nq, AllRows<T>{grads.data, 1}, Dv, unit_queries, grad_query);
-  }
-  for (int64_t k = 0; k < num_keys; k += kTileRows) {
-    const int64_t nk = std::min(kTileRows, num_keys - k);
-    const AllRows<T> values = gather<V>(keys, key_order + k, nk, scratch.tile);
-    const PickedRows<T> unit_keys{keys.unit(), keys.stride, key_order + k};
-    multiply<V>(Dv, D, nk, AllRows<T>{values.data, 1}, Dv, unit_keys, value_key);
-    multiply<V>(nk, D, Dv, values, 1, grad_query, PickedRows<T>{keys.sum(), keys.stride, key_order + k});
-  }
-  for (int64_t q = 0; q < num_queries; q += kTileRows) {
-    const int64_t nq = std::min(kTileRows, num_queries - q);
-    const PickedRows<T> grads{queries.other(), queries.stride, query_order + q};
-    multiply<V>(nq, D, Dv, grads, 1, value_key, PickedRows<T>{queries.sum(), queries.stride, query_order + q});
-  }
-}
 
 // Which query and key of a bucket make its pair p: query[number of keys][p] and key[number of keys][p].
 struct PairNumbers {
@@ -160,114 +109,206 @@ struct PairNumbers {
 };
 constexpr PairNumbers kPairNumbers;
 
-// Adds what the pairs of a list weigh: the loops of a small bucket are too short to be foretold, and a product of two
-// rows waits for its sum over lanes, so the sums of as many pairs as there are lanes are taken together.
-template <class V, class T = Element<V>>
-YOSO_INLINE void add_listed_pairs(Side<T>& queries, const int32_t* query_of, Side<T>& keys, const int32_t* key_of,
-                                  int64_t count) {
+// Lists a hash function's buckets from `begin` to `end`.
+template <class Sizes, class T>
+YOSO_INLINE void list_buckets(Sizes sizes, const SharedBuckets& buckets, int64_t begin, int64_t end, int32_t* numbers,
+                              Listed<T>& listed) {
+  const int64_t D = sizes.columns, Dv = sizes.value_columns, num_shared = buckets.list(begin, end, numbers);
+  // which of these have few pairs cannot be foretold either: all write pairs, and those that have more are overwritten
+  int32_t *query_of = listed.query_of.data(), *key_of = listed.key_of.data();
+  int64_t num_pairs = 0, num_larger = 0;
+  for (int64_t i = 0; i < num_shared; ++i) {
+    const Bucket bucket = buckets[numbers[i]];
+    const bool few = bucket.pairs() <= kFewPairs;
+    const int32_t num_keys = few ? bucket.num_keys : 0;
+    for (int p = 0; p < kFewPairs; ++p) {
+      query_of[num_pairs + p] = bucket.queries[kPairNumbers.query[num_keys][p]];
+      key_of[num_pairs + p] = bucket.keys[kPairNumbers.key[num_keys][p]];
+    }
+    num_pairs += few ? bucket.pairs() : 0;
+    numbers[num_larger] = numbers[i];
+    num_larger += !few;
+  }
+  listed.num_pairs = num_pairs;
+  listed.tiles.clear();
+  listed.large.clear();
+  int64_t num_weights = 0;
+  for (int64_t i = 0; i < num_larger; ++i) {
+    const Bucket bucket = buckets[numbers[i]];
+    if (bucket.pairs() * (2 * D + Dv) > 2 * (int64_t{bucket.num_queries} + bucket.num_keys) * D * Dv) {
+      listed.large.push_back(bucket);
+      continue;
+    }
+    for (int32_t k = 0; k < bucket.num_keys; k += kTileRows)
+      for (int32_t q = 0; q < bucket.num_queries; q += kTileRows) {
+        const int32_t nq = std::min<int32_t>(kTileRows, bucket.num_queries - q);
+        const int32_t nk = std::min<int32_t>(kTileRows, bucket.num_keys - k);
+        // whole tiles of the product that gives them
+        const int64_t stride = nk >= kTransposedKeys ? padded(nk) : (nk + 3) / 4 * 4;
+        listed.tiles.push_back({{bucket.queries + q, bucket.keys + k, nq, nk}, num_weights, stride});
+        num_weights += (nq + 3) / 4 * 4 * stride;
+      }
+  }
+  if (num_weights > listed.weights.size()) listed.weights = Buffer<T>(num_weights + num_weights / 4);
+}
+
+// Weighs the pairs: products of gradients and values.
+template <class V, class Sizes, class T = Element<V>>
+YOSO_INLINE void weigh_pairs(Sizes sizes, const Side<T>& queries, const Side<T>& keys, Scratch<T>& scratch,
+                             Listed<T>& listed) {
   constexpr int64_t L = kLanes<V>;
-  const int64_t D = queries.columns, Dv = queries.other_columns;
-  const int64_t query_stride = queries.stride, key_stride = keys.stride;
-  T *query_rows = queries.unit(), *key_rows = keys.unit();
-  for (int64_t first = 0; first < count; first += L) {
+  const auto Dv = sizes.value_columns;
+  const T *grads = queries.other.data(), *values = keys.other.data();
+  // a product of two rows waits for its sum over lanes: the sums of as many pairs as there are lanes are taken together
+  for (int64_t first = 0; first < listed.num_pairs; first += L) {
     V products[L];
     for (int64_t p = 0; p < L; ++p) {
-      const int64_t pair = std::min(first + p, count - 1);
-      const T* grad = query_rows + query_of[pair] * query_stride + D;
-      const T* value = key_rows + key_of[pair] * key_stride + D;
+      const int64_t pair = std::min(first + p, listed.num_pairs - 1);
+      const T *grad = grads + listed.query_of[pair] * Dv, *value = values + listed.key_of[pair] * Dv;
       V sum = {};
       for (int64_t c = 0; c < Dv; c += L) sum += load<V>(grad + c) * load<V>(value + c);
       products[p] = sum;
     }
-    alignas(64) T weights[L];
-    store_sums(products, weights);
-    for (int64_t pair = first; pair < std::min(first + L, count); ++pair) {
-      if (pair + L < count) {
-        prefetch(query_rows + query_of[pair + L] * query_stride, query_stride);
-        prefetch(key_rows + key_of[pair + L] * key_stride, key_stride);
-      }
-      const T weight = weights[pair - first];
-      T *query = query_rows + query_of[pair] * query_stride, *key = key_rows + key_of[pair] * key_stride;
-      T *query_sum = query + D + Dv, *key_sum = key + D + Dv;
-      for (int64_t c = 0; c < D; c += L) {
-        const V q = load<V>(query_sum + c) + weight * load<V>(key + c);
-        const V k = load<V>(key_sum + c) + weight * load<V>(query + c);
-        store<V>(query_sum + c, q);
-        store<V>(key_sum + c, k);
-      }
+    store_sums(products, listed.pair_weights.data() + first);
+  }
+  Ahead<T, decltype(sizes.value_columns)> ahead{grads, values, Dv, Dv};
+  const int64_t num_tiles = listed.tiles.size();
+  for (int64_t i = 0; i < num_tiles; ++i) {
+    const BucketTile& tile = listed.tiles[i];
+    if (i + 1 < num_tiles) ahead.point_to(listed.tiles[i + 1].rows, kTileRows);
+    const int64_t nq = tile.rows.num_queries, nk = tile.rows.num_keys;
+    const PickedRows<const T, decltype(sizes.value_columns)> grad{grads, Dv, tile.rows.queries};
+    const PickedRows<const T, decltype(sizes.value_columns)> value{values, Dv, tile.rows.keys};
+    const AllRows<T> weights{listed.weights.data() + tile.weights, tile.stride};
+    if (nk >= kTransposedKeys) {
+      const AllRows<T> transposed{scratch.tile.data(), kTileRows};
+      transpose_rows<V>(value, nk, Dv, transposed.data, kTileRows);
+      multiply<V, false>(nq, padded(nk), Dv, grad, 1, transposed, weights, ahead);
+    } else {
+      outlined<V>([=, &ahead](auto) YOSO_INLINE_LAMBDA {
+        dot_products<V>(nq, nk, Dv, grad, value, weights.data, weights.stride, ahead);
+      });
     }
+    ahead.finish();
   }
 }
 
-// Adds a hash function's buckets of the codes from `begin` to `end`, each in the cheaper order of multiplication.
+// Adds rows times their weights to the sums of the other side through V^T K or G^T Q, whose cost is linear in the
+// bucket's size.
 template <class V, class Sizes, class T = Element<V>>
-YOSO_INLINE void add_buckets(Sizes sizes, Side<T>& queries, Side<T>& keys, int64_t hash, int64_t begin, int64_t end,
-                             Scratch<T>& scratch) {
-  const int64_t D = sizes.columns, Dv = sizes.value_columns;
-  const int32_t *query_ends = queries.buckets.ends(hash), *key_ends = keys.buckets.ends(hash);
-  const int32_t *query_order = queries.buckets.order(hash), *key_order = keys.buckets.order(hash);
-  int32_t* codes = scratch.codes.data();
-  const int64_t num_codes = shared_buckets(query_ends, key_ends, begin, end, codes);
-  // which of these have few pairs cannot be foretold either: all write pairs, and those that have more are overwritten
-  int32_t *query_of = scratch.pairs.data(), *key_of = query_of + kListedPairs;
-  int64_t num_pairs = 0, num_larger = 0;
-  for (int64_t i = 0; i < num_codes; ++i) {
-    const int32_t code = codes[i];
-    const int32_t first_q = begin_of_bucket(query_ends, code), first_k = begin_of_bucket(key_ends, code);
-    const int32_t nq = query_ends[code] - first_q, nk = key_ends[code] - first_k;
-    const bool few = int64_t{nq} * nk <= kFewPairs;
-    const int32_t numbers = few ? nk : 0;
-    for (int p = 0; p < kFewPairs; ++p) {
-      query_of[num_pairs + p] = query_order[first_q + kPairNumbers.query[numbers][p]];
-      key_of[num_pairs + p] = key_order[first_k + kPairNumbers.key[numbers][p]];
-    }
-    num_pairs += few ? nq * nk : 0;
-    codes[num_larger] = code;
-    num_larger += !few;
-    if (num_pairs > kListedPairs - kFewPairs) {
-      add_listed_pairs<V>(queries, query_of, keys, key_of, num_pairs);
-      num_pairs = 0;
-    }
+YOSO_INLINE void add_through_product(Sizes sizes, const Side<T>& from, const int32_t* from_order, int64_t num_from,
+                                     Side<T>& to, const int32_t* to_order, int64_t num_to, Scratch<T>& scratch) {
+  const auto D = sizes.columns, Dv = sizes.value_columns;
+  const AllRows<T> product{scratch.product.data(), D}, others{scratch.tile.data(), Dv};
+  scratch.product.zero();
+  for (int64_t i = 0; i < num_from; i += kTileRows) {
+    const int64_t rows = std::min(kTileRows, num_from - i);
+    const PickedRows<const T> other{from.other.data(), Dv, from_order + i}, unit{from.unit.data(), D, from_order + i};
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t c = 0; c < Dv; c += kLanes<V>) store<V>(others[row] + c, load<V>(other[row] + c));
+    multiply<V>(Dv, D, rows, AllRows<T>{others.data, 1}, Dv, unit, product);
   }
-  add_listed_pairs<V>(queries, query_of, keys, key_of, num_pairs);
-  Ahead<T, typename Sizes::Stride> ahead{queries.unit(), keys.unit(), sizes.stride, sizes.stride};
-  for (int64_t i = 0; i < num_larger; ++i) {
-    if (i + 1 < num_larger) ahead.point_to(queries.buckets, keys.buckets, hash, codes[i + 1], kTileRows);
-    const int64_t code = codes[i];
-    const int64_t first_q = begin_of_bucket(query_ends, code), first_k = begin_of_bucket(key_ends, code);
-    const int64_t nq = query_ends[code] - first_q, nk = key_ends[code] - first_k;
-    if (nq * nk * (2 * D + Dv) <= 2 * (nq + nk) * D * Dv)
-      add_pairs<V>(sizes, queries, query_order + first_q, nq, keys, key_order + first_k, nk, scratch, ahead);
+  for (int64_t i = 0; i < num_to; i += kTileRows) {
+    const PickedRows<T> other{to.other.data(), Dv, to_order + i}, sum{to.sum.data(), D, to_order + i};
+    multiply<V>(std::min(kTileRows, num_to - i), D, Dv, other, 1, product, sum);
+  }
+}
+
+// Adds a hash function's keys times their weights to the queries' sums, or queries to the keys'.
+template <class V, bool to_queries, class Sizes, class T = Element<V>>
+YOSO_INLINE void add_rows(Sizes sizes, Side<T>& queries, Side<T>& keys, Scratch<T>& scratch,
+                          const Listed<T>& listed) {
+  constexpr int64_t L = kLanes<V>;
+  const auto D = sizes.columns;
+  T* const query_rows = (to_queries ? queries.sum : queries.unit).data();
+  T* const key_rows = (to_queries ? keys.unit : keys.sum).data();
+  const int32_t *query_of = listed.query_of.data(), *key_of = listed.key_of.data();
+  for (int64_t pair = 0; pair < listed.num_pairs; ++pair) {
+    const int64_t next = std::min(pair + kPairsAhead, listed.num_pairs - 1);
+    prefetch(query_rows + query_of[next] * D, D);
+    prefetch(key_rows + key_of[next] * D, D);
+    const T weight = listed.pair_weights[pair];
+    T *query = query_rows + query_of[pair] * D, *key = key_rows + key_of[pair] * D;
+    T* const sum = to_queries ? query : key;
+    const T* const unit = to_queries ? key : query;
+    for (int64_t c = 0; c < D; c += L) store<V>(sum + c, load<V>(sum + c) + weight * load<V>(unit + c));
+  }
+  for (const Bucket& bucket : listed.large) {
+    if constexpr (to_queries)
+      add_through_product<V>(sizes, keys, bucket.keys, bucket.num_keys, queries, bucket.queries, bucket.num_queries,
+                             scratch);
     else
-      add_through_products<V>(queries, query_order + first_q, nq, keys, key_order + first_k, nk, scratch);
-    while (ahead.queries_left + ahead.keys_left > 0) ahead();
+      add_through_product<V>(sizes, queries, bucket.queries, bucket.num_queries, keys, bucket.keys, bucket.num_keys,
+                             scratch);
+  }
+  Ahead<T, decltype(sizes.columns)> ahead{query_rows, key_rows, D, D};
+  const int64_t num_tiles = listed.tiles.size();
+  for (int64_t i = 0; i < num_tiles; ++i) {
+    const BucketTile& tile = listed.tiles[i];
+    if (i + 1 < num_tiles) ahead.point_to(listed.tiles[i + 1].rows, kTileRows);
+    const int64_t nq = tile.rows.num_queries, nk = tile.rows.num_keys, stride = tile.stride;
+    const PickedRows<T, decltype(sizes.columns)> query{query_rows, D, tile.rows.queries};
+    const PickedRows<T, decltype(sizes.columns)> key{key_rows, D, tile.rows.keys};
+    const T* const weights = listed.weights.data() + tile.weights;
+    outlined<V>([=, &ahead](auto) YOSO_INLINE_LAMBDA {
+      if constexpr (to_queries)
+        multiply<V>(nq, D, nk, AllRows<const T>{weights, stride}, 1, key, query, ahead);
+      else
+        multiply<V>(nk, D, nq, AllRows<const T>{weights, 1}, stride, query, key, ahead);
+    });
+    ahead.finish();
   }
 }
 
 // How many columns the rows of both sides have: known to the compiler for the usual sizes, but in float64, which is
 // there to be right.
-template <class Columns, class RowStride>
+template <class Columns>
 struct SizesOf {
-  using Stride = RowStride;
   Columns columns, value_columns;
-  Stride stride;
 };
 template <int64_t columns>
-using Fixed = SizesOf<std::integral_constant<int64_t, columns>, std::integral_constant<int64_t, 3 * columns>>;
+using Fixed = SizesOf<std::integral_constant<int64_t, columns>>;
 
+// Adds the hash functions from `begin` to `end` to the sums: threads share their buckets, each with a scratch of its
+// own. A pass over gradients and values gives the weights of all pairs, one over keys and the queries' sums, and one
+// over queries and the keys' sums: each reads and writes a third of what one pass would, in random order.
 template <class T>
-void add_buckets(Side<T>& queries, Side<T>& keys, int64_t hash, int64_t begin, int64_t end, Scratch<T>& scratch) {
-  const int64_t columns = queries.columns, value_columns = queries.other_columns;
-  vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-    const auto add = [&](auto sizes) YOSO_INLINE_LAMBDA {
-      add_buckets<Vector<T, bytes()>>(sizes, queries, keys, hash, begin, end, scratch);
-    };
-    if constexpr (sizeof(T) < 8) {
-      if (columns == 32 && value_columns == 32) return add(Fixed<32>{});
-      if (columns == 64 && value_columns == 64) return add(Fixed<64>{});
+void add_hashes(Side<T>& queries, Side<T>& keys, int64_t begin, int64_t end, std::vector<Scratch<T>>& scratches) {
+  const int64_t parts = scratches.size();
+  const auto for_parts = [&](const auto& f) {
+    parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+      vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+        const auto run = [&](auto sizes) YOSO_INLINE_LAMBDA {
+          for (int64_t part = first; part < last; ++part) f(bytes, sizes, part);
+        };
+        const int64_t columns = queries.columns, value_columns = queries.other_columns;
+        if constexpr (sizeof(T) < 8) {
+          if (columns == 32 && value_columns == 32) return run(Fixed<32>{});
+          if (columns == 64 && value_columns == 64) return run(Fixed<64>{});
+        }
+        run(SizesOf<int64_t>{columns, value_columns});
+      });
+    });
+  };
+  const auto add = [&](auto to_queries) {
+    for (int64_t hash = begin; hash < end; ++hash)
+      for_parts([&](auto bytes, auto sizes, int64_t part) YOSO_INLINE_LAMBDA {
+        Scratch<T>& scratch = scratches[part];
+        add_rows<Vector<T, bytes()>, to_queries()>(sizes, queries, keys, scratch, scratch.hashes[hash - begin]);
+      });
+  };
+  for_parts([&](auto bytes, auto sizes, int64_t part) YOSO_INLINE_LAMBDA {
+    Scratch<T>& scratch = scratches[part];
+    for (int64_t hash = begin; hash < end; ++hash) {
+      Listed<T>& listed = scratch.hashes[hash - begin];
+      list_buckets(sizes, SharedBuckets(queries.buckets, keys.buckets, hash),
+                   first_bucket(queries.buckets, keys.buckets, hash, part, parts),
+                   first_bucket(queries.buckets, keys.buckets, hash, part + 1, parts), scratch.numbers.data(), listed);
+      weigh_pairs<Vector<T, bytes()>>(sizes, queries, keys, scratch, listed);
     }
-    add(SizesOf<int64_t, int64_t>{columns, value_columns, queries.stride});
   });
+  add(std::true_type{});
+  add(std::false_type{});
 }
 
 template <class T, class Code>
@@ -279,13 +320,14 @@ void sampled_backward(const InputRows& grad, const InputRows& query, const Input
   const uint32_t table_size = 1u << hash_code_len;
   const Code* all_query_codes = static_cast<const Code*>(query_codes.const_data_ptr());
   const Code* all_key_codes = static_cast<const Code*>(key_codes.const_data_ptr());
-  const int64_t threads = torch::stable::get_num_threads();
   const auto bucket_of = [](Code code) { return static_cast<uint32_t>(code); };
 
   // The parallel loops within run one after the other where the loop over heads is parallel already. No two buckets
   // of a hash function share a row, so the result does not depend on how they are divided.
-  const auto add_heads = [&](int64_t begin, int64_t end) {
+  const auto add_heads = [&](int64_t begin, int64_t end, int64_t parts) {
     Side<T> queries(N, columns, value_columns, m, table_size), keys(M, columns, value_columns, m, table_size);
+    std::vector<Scratch<T>> scratches;
+    for (int64_t part = 0; part < parts; ++part) scratches.emplace_back(queries, keys);
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
       const int64_t batch = batch_head / H, head = batch_head % H;
       parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
@@ -297,12 +339,8 @@ void sampled_backward(const InputRows& grad, const InputRows& query, const Input
       });
       sort_codes(queries.buckets, all_query_codes + batch_head * m * N, keys.buckets,
                  all_key_codes + batch_head * m * M, m, bucket_of);
-      for (int64_t hash = 0; hash < m; ++hash)
-        parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
-          Scratch<T> scratch(columns, value_columns, table_size);
-          add_buckets(queries, keys, hash, first_bucket(queries.buckets, keys.buckets, hash, first, threads),
-                      first_bucket(queries.buckets, keys.buckets, hash, last, threads), scratch);
-        });
+      for (int64_t hash = 0; hash < m; hash += kHashesTogether)
+        add_hashes(queries, keys, hash, std::min(hash + kHashesTogether, m), scratches);
       parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
           using V = Vector<T, bytes()>;
@@ -313,7 +351,8 @@ void sampled_backward(const InputRows& grad, const InputRows& query, const Input
       });
     }
   };
-  const int64_t head_bytes = (N + M) * (2 * columns + value_columns) * int64_t{sizeof(T)};
+  // of a pass
+  const int64_t head_bytes = (N + M) * std::max(columns, value_columns) * int64_t{sizeof(T)};
   for_bucket_heads(B * H, N + M, head_bytes, add_heads);
 }
 

@@ -279,9 +279,8 @@ template <class V, bool backward, class Sizes, class T>
 YOSO_INLINE void add_buckets(Sizes sizes, RemainderRows<T>& queries, RemainderRows<T>& keys,
                              const RemainderNumbers<T>& numbers, int64_t num_hash, int64_t hash, int64_t begin,
                              int64_t end, int64_t tau, const Exponent<T>& exponent, Tile<T>& tile, int32_t* listed) {
-  const int32_t *query_ends = queries.buckets.ends(hash), *key_ends = keys.buckets.ends(hash);
-  const int32_t *query_order = queries.buckets.order(hash), *key_order = keys.buckets.order(hash);
-  const int64_t num_shared = shared_buckets(query_ends, key_ends, begin, end, listed);
+  const SharedBuckets buckets(queries.buckets, keys.buckets, hash);
+  const int64_t num_shared = buckets.list(begin, end, listed);
   alignas(64) int32_t query_of[kListedPairs + kFewPairs], key_of[kListedPairs + kFewPairs];
   const auto add_pairs = [&](int64_t num_pairs) YOSO_INLINE_LAMBDA {
     add_listed_pairs<V, backward>(sizes, queries, query_of, keys, key_of, num_pairs, numbers, tau, exponent,
@@ -289,17 +288,15 @@ YOSO_INLINE void add_buckets(Sizes sizes, RemainderRows<T>& queries, RemainderRo
   };
   int64_t num_pairs = 0, count = 0;
   for (int64_t i = 0; i < num_shared; ++i) {
-    const int32_t bucket = listed[i];
-    const int32_t first_q = begin_of_bucket(query_ends, bucket), first_k = begin_of_bucket(key_ends, bucket);
-    const int32_t nq = query_ends[bucket] - first_q, nk = key_ends[bucket] - first_k;
-    if (int64_t{nq} * nk > kFewPairs) {
-      listed[count++] = bucket;
+    const Bucket bucket = buckets[listed[i]];
+    if (bucket.pairs() > kFewPairs) {
+      listed[count++] = listed[i];
       continue;
     }
-    for (int32_t k = 0; k < nk; ++k)
-      for (int32_t q = 0; q < nq; ++q, ++num_pairs) {
-        query_of[num_pairs] = query_order[first_q + q];
-        key_of[num_pairs] = key_order[first_k + k];
+    for (int32_t k = 0; k < bucket.num_keys; ++k)
+      for (int32_t q = 0; q < bucket.num_queries; ++q, ++num_pairs) {
+        query_of[num_pairs] = bucket.queries[q];
+        key_of[num_pairs] = bucket.keys[k];
       }
     if (num_pairs > kListedPairs - kFewPairs) {
       add_pairs(num_pairs);
@@ -309,24 +306,23 @@ YOSO_INLINE void add_buckets(Sizes sizes, RemainderRows<T>& queries, RemainderRo
   add_pairs(num_pairs);
   Ahead<T, int64_t> ahead{queries.rows.data(), keys.rows.data(), queries.stride, keys.stride};
   for (int64_t i = 0; i < count; ++i) {
-    if (i + 1 < count) ahead.point_to(queries.buckets, keys.buckets, hash, listed[i + 1], kBucketRows);
-    const int64_t bucket = listed[i];
-    const int32_t first_q = begin_of_bucket(query_ends, bucket), first_k = begin_of_bucket(key_ends, bucket);
-    const int64_t num_queries = query_ends[bucket] - first_q, num_keys = key_ends[bucket] - first_k;
-    const int64_t parts = (num_keys + kBucketRows - 1) / kBucketRows;
+    if (i + 1 < count) ahead.point_to(buckets[listed[i + 1]], kBucketRows);
+    const Bucket bucket = buckets[listed[i]];
+    const int64_t parts = (bucket.num_keys + kBucketRows - 1) / kBucketRows;
     const T share = static_cast<T>(parts) / num_hash;
-    for (int64_t q = 0; q < num_queries; q += kBucketRows) {
-      const int64_t part = (q / kBucketRows + chance(bucket, hash)) % parts;
-      const int64_t nq = std::min<int64_t>(kBucketRows, num_queries - q), nk = (num_keys - part + parts - 1) / parts;
-      const int32_t* met = key_order + first_k;
+    for (int64_t q = 0; q < bucket.num_queries; q += kBucketRows) {
+      const int64_t part = (q / kBucketRows + chance(listed[i], hash)) % parts;
+      const int64_t nq = std::min<int64_t>(kBucketRows, bucket.num_queries - q);
+      const int64_t nk = (bucket.num_keys - part + parts - 1) / parts;
+      const int32_t* met = bucket.keys;
       if (parts > 1) {
         for (int64_t k = 0; k < nk; ++k) tile.part[k] = met[part + k * parts];
         met = tile.part;
       }
-      add_tile<V, backward>(sizes, queries, query_order + first_q + q, nq, keys, met, nk, numbers, tau, exponent,
-                            share, tile, ahead);
+      add_tile<V, backward>(sizes, queries, bucket.queries + q, nq, keys, met, nk, numbers, tau, exponent, share, tile,
+                            ahead);
     }
-    while (ahead.queries_left + ahead.keys_left > 0) ahead();
+    ahead.finish();
   }
 }
 
@@ -385,11 +381,10 @@ void for_buckets(const Inputs& x, int64_t tau, double scale, std::optional<Tenso
   T* totals = backward ? nullptr : static_cast<T*>(total->mutable_data_ptr());
   T* grad_weights = backward ? static_cast<T*>(grad_weight->mutable_data_ptr()) : nullptr;
   const int64_t query_stride = D + Dv + (backward ? D : 0), key_stride = (backward ? 2 : 1) * (D + Dv);
-  const int64_t threads = torch::stable::get_num_threads();
 
   // The parallel loops within run one after the other where the loop over heads is parallel already. No two buckets
   // of a hash function share a row, so the result does not depend on how they are divided.
-  const auto add_heads = [&](int64_t begin, int64_t end) {
+  const auto add_heads = [&](int64_t begin, int64_t end, int64_t parts) {
     RemainderRows<T> queries(N, D, Dv, query_stride, m, table_size), keys(M, D, Dv, key_stride, m, table_size);
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
       const int64_t batch = batch_head / H, head = batch_head % H;
@@ -419,10 +414,10 @@ void for_buckets(const Inputs& x, int64_t tau, double scale, std::optional<Tenso
       sort_codes(queries.buckets, query_codes + batch_head * m * N, keys.buckets, key_codes + batch_head * m * M, m,
                  bucket_of);
       for (int64_t hash = 0; hash < m; ++hash)
-        parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+        parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
           add_buckets<backward, T>(queries, keys, numbers, m, hash,
-                                   first_bucket(queries.buckets, keys.buckets, hash, first, threads),
-                                   first_bucket(queries.buckets, keys.buckets, hash, last, threads), tau, exponent);
+                                   first_bucket(queries.buckets, keys.buckets, hash, first, parts),
+                                   first_bucket(queries.buckets, keys.buckets, hash, last, parts), tau, exponent);
         });
       parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {

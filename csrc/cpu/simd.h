@@ -184,6 +184,7 @@ class Buffer {
     data_ = std::unique_ptr<T, Free>(static_cast<T*>(data), Free{alignment});
     advise_huge_pages(data_.get(), bytes);
   }
+  int64_t size() const { return size_; }
   T* data() { return data_.get(); }
   const T* data() const { return data_.get(); }
   T& operator[](int64_t i) { return data_.get()[i]; }
