@@ -5,6 +5,7 @@ import json
 import logging
 import lzma
 import math
+import os
 from decimal import Decimal
 
 import datasets
@@ -218,6 +219,45 @@ def test_changed_paragraphs_are_read_again(tmp_path):
         assert list(read_files([str(path)], "--train_file")["text"]) == text.split("\n\n")
 
 
+@pytest.mark.parametrize("document", ["line", "paragraph"])
+def test_a_file_that_has_changed_is_read_again_whatever_its_size_or_time(tmp_path, document):
+    path = tmp_path / "a.txt"
+    # another size at the same time, then the same size at another
+    for text, time in (("one", 2e9), ("three", 2e9), ("seven", 2e9 + 1)):
+        path.write_text(text)
+        os.utime(path, (time, time))
+        assert list(read_files([str(path)], "--train_file", document=document)["text"]) == [text]
+
+
+def test_files_of_one_name_size_and_time_are_told_apart(tmp_path):
+    for folder, text in (("a", "one"), ("b", "two")):
+        path = tmp_path / folder / "corpus.txt"
+        path.parent.mkdir()
+        path.write_text(text)
+        os.utime(path, (2e9, 2e9))
+        assert list(read_files([str(path)], "--train_file")["text"]) == [text]
+
+
+def test_columns_of_one_file_are_told_apart(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(json.dumps({"title": "one", "body": "two"}))
+    for column, text in (("title", "one"), ("body", "two")):
+        assert list(read_files([str(path)], "--train_file", text_column=column)["text"]) == [text]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_column_of_a_json_file_may_begin_late(tmp_path, streaming):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(json.dumps({"id": 1}) + "\n" + json.dumps({"body": "one"}) + "\n")
+
+    def documents(column: str):
+        return read_files([str(path)], "--train_file", text_column=column, streaming=streaming)
+
+    assert [row["text"] for row in documents("body")] == [None, "one"]
+    with pytest.raises(ValueError, match="--text_column text: no such column in --train_file, which has id, body$"):
+        documents("text")
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "JSONL"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_text_column_of_files(ending, streaming, tmp_path):
@@ -277,6 +317,17 @@ def test_files_in_the_order_given(tmp_path):
     assert [path[-5] for path in found] == ["c", "a", "b"]
 
 
+def test_two_stars_are_folders_of_any_depth_and_no_folder_is_a_file(tmp_path):
+    names = ["a/b.txt/c.txt", "a/d.txt", "e.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = find_files([str(tmp_path / "**" / "*.txt")], "--train_file")
+    assert found == [str(tmp_path / name) for name in names]
+    with pytest.raises(ValueError, match="--train_file .*b.*: no such file"):
+        find_files([str(tmp_path / "a" / "b.*")], "--train_file")
+
+
 def test_a_file_named_twice_is_read_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("b.txt", "a.txt", "c.txt"):
@@ -324,6 +375,16 @@ def test_broken_file_is_refused(tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"te')
     with pytest.raises(ValueError, match="--train_file cannot be read as json"):
         read_files([str(tmp_path / "broken.jsonl")], "--train_file")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"), [("a.json", '{"text": "a"}\n{"te\n', 2), ("a.jsonl", '{"te\n{"text": "a"}\n', 1)]
+)
+def test_the_line_of_a_broken_object_is_named(tmp_path, name, content, line):
+    """Only a .json file whose first line is none may be of one value."""
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"--train_file cannot be read.*{name}, line {line}: no JSON"):
+        list(iterate_texts(read_files([str(tmp_path / name)], "--train_file", streaming=True), "--train_file"))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -436,6 +497,16 @@ def test_empty_dataset_is_refused():
     documents = Dataset.from_dict({"text": []})
     with pytest.raises(ValueError, match="--train_file holds no documents"):
         select_text(documents, "text", "--train_file")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_no_text_after_a_document_without_one_is_refused(streaming):
+    documents = Dataset.from_dict({"text": [None, ["one", "two"]]})
+    documents = select_text(documents.to_iterable_dataset() if streaming else documents, "text", "--dataset_name x")
+    texts = iterate_texts(documents, "--dataset_name x")
+    assert next(texts) is None
+    with pytest.raises(ValueError, match=r"^--dataset_name x cannot be read: a document must be text, got \['one'"):
+        next(texts)
 
 
 @pytest.mark.parametrize("percentage", ["5", "50", "40", "30", "0.7", "0.1", "33.3"])

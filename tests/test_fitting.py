@@ -125,6 +125,21 @@ def test_each_part_of_a_model_is_left_as_it_was():
     torch.testing.assert_close(model.encoder(ids).last_hidden_state, expected)
 
 
+def test_layers_are_numbered_by_the_encoder():
+    """A BART's decoder, whose attention is left to softmax, may have more."""
+    sizes = {"vocab_size": VOCAB_SIZE, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3}
+    sizes |= {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
+    config = transformers.BartConfig(**sizes, encoder_ffn_dim=48, decoder_ffn_dim=48, yoso_similarity="cosine")
+    model = transformers.AutoModel.from_config(config, attn_implementation="sdpa").eval()
+    fit = fit_hash_code_len(model, [{"input_ids": tokens(), "decoder_input_ids": tokens(3, 7)}])
+    assert [len(layer) for layer in fit.hash_code_len] == [len(layer) for layer in fit.error] == [4, 4]
+
+
+def test_a_model_in_training_is_fitted_without_its_dropout():
+    model = build("bert", "sdpa", hidden_dropout_prob=0.5)
+    assert fit_hash_code_len(model.train(), batches()) == fit_hash_code_len(model.eval(), batches())
+
+
 def test_a_part_that_is_always_exact_is_fitted_as_such():
     text = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "yoso_similarity": "cosine"}

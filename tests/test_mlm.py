@@ -157,6 +157,29 @@ def test_every_process_masks_other_tokens(masking, tmp_path, monkeypatch):
     assert not torch.equal(*found)
 
 
+def test_every_run_s_seed_masks_other_tokens(masking, tmp_path):
+    found = []
+    for seed in (1, 2):
+        trainer = new_trainer(new_model("roberta"), masking, tmp_path, seed=seed)
+        batches, _ = trainer.get_batch_samples(iter([{"input_ids": torch.full((2, 64), 7)}]), 1, torch.device("cpu"))
+        found.append(batches[0]["labels"])
+    assert not torch.equal(*found)
+
+
+def test_an_evaluation_of_bfloat16_logits_is_computed_in_float32(masking, tmp_path):
+    model, evaluation = new_model("roberta").bfloat16(), blocks(5)
+    # losses that differ from token to token
+    model.lm_head.bias.data.copy_(torch.linspace(-4, 4, 300))
+    metrics = new_trainer(model, masking, tmp_path, sparse=False, evaluation=evaluation).evaluate()
+    rows = list(evaluation.with_transform(masking.mask_rows))
+    ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    assert logits.dtype == torch.bfloat16
+    expected = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()).item()
+    assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_loss_of_bfloat16_logits_is_computed_in_float32(masking, tmp_path):
     trainer = new_trainer(new_model("roberta"), masking, tmp_path)
     logits, labels = torch.randn(3, 50, 300).bfloat16(), torch.randint(300, (3, 50))

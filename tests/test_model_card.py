@@ -174,3 +174,39 @@ def test_other_models_have_the_card_of_trainer(tmp_path):
     model = transformers.BertForSequenceClassification(BertConfig(**SIZES, intermediate_size=8))
     card, _ = run(model, tmp_path / "run")
     assert "yoso" not in card.data.tags and "generated_from_trainer" in card.data.tags
+
+
+def test_rows_by_length_have_an_order_for_every_epoch_and_data_seed(tmp_path):
+    """Whatever was drawn before, and however far rounding leaves the epoch from a whole number."""
+    rows = [{"input_ids": [5] * (1 + length % 30), "labels": 0} for length in range(300)]
+    model = YosoForSequenceClassification(YosoConfig(**SIZES))
+
+    def order(epoch, **seeds):
+        arguments = TrainingArguments(tmp_path, train_sampling_strategy="group_by_length", use_cpu=True, **seeds)
+        trainer = CardTrainer(model, arguments, train_dataset=rows)
+        trainer.state.epoch = epoch
+        sampler = trainer._get_train_sampler()
+        drawn = list(sampler)
+        assert sorted(drawn) == list(range(300)) and list(sampler) == drawn
+        return drawn
+
+    first = order(None, seed=3)
+    assert first == order(0.0, seed=3) == order(0.5, seed=3) == order(0.0, seed=4, data_seed=3)
+    assert first != order(0.0, seed=4) and first != order(0.0, seed=3, data_seed=4)
+    second = order(1.0, seed=3)
+    assert second != first
+    assert second == order(1 - 1e-9, seed=3) == order(1.99, seed=3)
+
+
+def test_the_card_has_the_last_results_and_the_repository_s_name(tmp_path):
+    model = YosoForSequenceClassification(YosoConfig(**SIZES))
+    trainer = CardTrainer(model, TrainingArguments(tmp_path, use_cpu=True), evaluated_on=RESULT)
+    # as it is once there is a repository to push to
+    trainer.hub_model_id = "your-name/your-run"
+    for metrics in ({"eval_loss": 2.0, "eval_accuracy": 0.25}, {"eval_loss": 1.0}):
+        trainer.log(metrics)
+    trainer.create_model_card()
+    card = ModelCard.load(tmp_path / "README.md")
+    found = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert found == {"loss": 1.0, "accuracy": 0.25}
+    assert 'from_pretrained("your-name/your-run")' in card.text

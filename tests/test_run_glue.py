@@ -1,5 +1,7 @@
 import csv
+import dataclasses
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -36,6 +38,8 @@ from yoso_hf.glue import (
     GlueTask,
     Table,
     _encode_labels,
+    check_file,
+    encode,
     infer_task,
     read_file,
     set_labels,
@@ -257,6 +261,25 @@ def test_the_card_names_the_splits_of_the_hub(run_glue, task_name, split):
         assert found == [part + slice_of_split for part in split.split(" and ")]
 
 
+def test_each_split_has_a_limit_of_its_own(run_glue):
+    """Of fewer rows than that, all are used."""
+    table = Table("a", datasets.Dataset.from_dict({"label": [5, 6, 7, 8]}))
+    args = run_glue.GlueArguments("model", max_train_samples=2, max_eval_samples=3, max_predict_samples=9)
+    counts = {"train": 2, "validation": 3, "validation_mismatched": 3, "test": 4, "test_matched": 4}
+    for split, count in counts.items():
+        assert run_glue.first_rows(table, args, split).rows["label"][:] == [5, 6, 7, 8][:count]
+        assert run_glue.first_rows(table, run_glue.GlueArguments("model"), split).rows["label"][:] == [5, 6, 7, 8]
+
+
+def test_what_is_only_evaluated_or_predicted_makes_no_other_run(run_glue):
+    args = run_glue.GlueArguments("model", task_name="mnli", train_file="train.csv")
+    files = {f"{split}_file" for split in ("validation", "validation_mismatched", "test", "test_mismatched")}
+    others = dict.fromkeys(files, "other.csv") | {"max_eval_samples": 5, "max_predict_samples": 5}
+    assert dataclasses.replace(args, **others).of_training() == args.of_training()
+    for name, value in {"task_name": "sst2", "train_file": "other.csv", "max_train_samples": 5}.items():
+        assert dataclasses.replace(args, **{name: value}).of_training() != args.of_training()
+
+
 @pytest.mark.parametrize("task_name", TASKS)
 def test_predictions_and_scores_are_those_of_the_saved_model(run_glue, checkpoints, tmp_path, task_name):
     task = TASKS[task_name]
@@ -390,6 +413,37 @@ def test_own_data_in_every_format(run_glue, checkpoints, tmp_path, ending):
     assert results(tmp_path / "run")["eval_accuracy"] == pytest.approx(accuracy)
 
 
+@pytest.mark.parametrize("labels", [("N", "P", "Q"), None])
+def test_own_data_have_the_labels_of_a_checkpoint_that_is_not_trained(run_glue, checkpoints, tmp_path, labels):
+    """Whichever of them the file holds, or none; a head of one score makes a regression, also of whole numbers."""
+    names = dict(enumerate(labels or ("score",)))
+    model = BertForSequenceClassification.from_pretrained(checkpoints / "bert", id2label=names)
+    model.classifier.weight.data *= 50
+    model.save_pretrained(tmp_path / "model")
+    rows = [{"text": row["sentence"]} for row in task_rows("sst2", 12)]
+    values = ["Q"] * 12 if labels else list(range(12))
+    labelled = [row | {"label": value} for row, value in zip(rows, values, strict=True)]
+    run_glue.main(
+        arguments(
+            model_name_or_path=tmp_path / "model",
+            tokenizer_name=checkpoints / "bert",
+            validation_file=write_rows(tmp_path / "validation.jsonl", labelled),
+            test_file=write_rows(tmp_path / "test.jsonl", rows),
+            do_eval=True,
+            do_predict=True,
+            output_dir=tmp_path / "run",
+        )
+    )
+    logits = outputs_one_by_one(tmp_path / "model", rows, ("text",), checkpoints / "bert")
+    written, scores = predictions(tmp_path / "run" / "predictions.tsv"), results(tmp_path / "run")
+    if labels:
+        assert written == [labels[index] for index in logits.argmax(-1)]
+        assert scores["eval_accuracy"] == pytest.approx(written.count("Q") / 12)
+    else:
+        np.testing.assert_allclose(np.array(written, dtype=float), logits.squeeze(-1), atol=1e-3)
+        assert scores["eval_pearson"] == pytest.approx(np.corrcoef(logits.squeeze(-1), values)[0, 1], abs=1e-4)
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_pairs_that_nobody_asked_for_are_warned_of(run_glue, checkpoints, tmp_path, caplog, named):
     """Of a path beside the text a model may read the label."""
@@ -411,7 +465,8 @@ def test_pairs_that_nobody_asked_for_are_warned_of(run_glue, checkpoints, tmp_pa
 @pytest.mark.parametrize("missing", [True, False])
 def test_texts_that_are_missing_in_csv_are_warned_of(run_glue, checkpoints, tmp_path, caplog, missing):
     path = tmp_path / "train.csv"
-    path.write_text(f"text,label\ngood film,1\n{'' if missing else 'bad'},0\n{'  ' if missing else 'bad'},0\n")
+    texts = ["good film", "", "  ", ""] if missing else ["good film", "bad", "bad", "bad"]
+    path.write_text("text,label\n" + "".join(f"{text},{index % 2}\n" for index, text in enumerate(texts)))
     run_glue.main(
         arguments(
             model_name_or_path=checkpoints / "bert",
@@ -421,7 +476,7 @@ def test_texts_that_are_missing_in_csv_are_warned_of(run_glue, checkpoints, tmp_
             output_dir=tmp_path / "run",
         )
     )
-    assert ("train.csv: column 'text' is blank in 2 of 3 rows" in caplog.text) == missing
+    assert ("train.csv: column 'text' is blank in 3 of 4 rows" in caplog.text) == missing
 
 
 def test_own_pairs_with_named_columns_and_float_labels(run_glue, checkpoints, tmp_path):
@@ -599,6 +654,22 @@ def test_no_label_is_no_class_of_the_name_none(tmp_path):
     assert _encode_labels(empty, task, {"None": 0, "rel": 1}, True) is None
 
 
+def test_minus_one_may_be_a_class_of_one_s_own():
+    """Of GLUE's tasks it is a missing label."""
+    table = Table("a", datasets.Dataset.from_dict({"text": ["good", "bad"], "label": [-1, -1]}))
+    own = GlueTask("sst2", ("text",), ("-1", "1"), ("predictions",))
+    assert _encode_labels(table, own, {"-1": 0, "1": 1}, True) == [0, 0]
+    assert _encode_labels(table, TASKS["sst2"], {"negative": 0, "positive": 1}, True) is None
+
+
+@pytest.mark.parametrize("score", [math.inf, -math.inf, math.nan])
+def test_a_score_is_finite(score):
+    table = Table("a", datasets.Dataset.from_dict({"text": ["good", "bad"], "label": [1.5, score]}))
+    task = GlueTask("stsb", ("text",), None, ("predictions",))
+    with pytest.raises(ValueError, match=f"^a: column 'label' holds {score}; allowed are numbers$"):
+        _encode_labels(table, task, {}, False)
+
+
 @pytest.mark.parametrize("labels", [("US", "us"), ("a", "A", "b")])
 def test_labels_may_differ_in_case_alone(labels):
     """A head that was trained on them is used as it is, in its own order."""
@@ -607,6 +678,14 @@ def test_labels_may_differ_in_case_alone(labels):
     config = YosoConfig(id2label=dict(enumerate(present)))
     set_labels(config, task, trains=False)
     assert config.label2id == {label: index for index, label in enumerate(present)}
+
+
+def test_labels_without_names_are_the_task_s_if_there_are_as_many():
+    config = YosoConfig(num_labels=2)
+    set_labels(config, TASKS["sst2"], trains=False)
+    assert config.id2label == {0: "negative", 1: "positive"}
+    with pytest.raises(ValueError, match="the checkpoint's labels are LABEL_0, LABEL_1, LABEL_2, the task's are neg"):
+        set_labels(YosoConfig(num_labels=3), TASKS["sst2"], trains=False)
 
 
 @pytest.mark.parametrize(
@@ -715,6 +794,21 @@ def test_texts_of_a_csv_file_may_all_be_numbers(run_glue, checkpoints, tmp_path,
     tables = run_glue.read_tables(args, ["train", "validation"])
     assert tables["validation"].rows["a"][:] == ["1984", "2001"]
     assert tables["validation"].rows["label"][:] == [1, 0]
+
+
+def test_texts_of_a_task_in_a_csv_file_may_all_be_numbers(run_glue, tmp_path):
+    (tmp_path / "train.csv").write_text("sentence,label\n2001,1\n1984,0\n")
+    args = run_glue.GlueArguments("model", task_name="sst2", train_file=str(tmp_path / "train.csv"))
+    rows = run_glue.read_tables(args, ["train"])["train"].rows
+    assert (rows["sentence"][:], rows["label"][:]) == (["2001", "1984"], [1, 0])
+
+
+@pytest.mark.parametrize("name", ["a.CSV", "a.Jsonl"])
+def test_endings_may_be_in_capitals(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("text,label\ngood,1\n" if name == "a.CSV" else '{"text": "good", "label": 1}\n')
+    check_file("train_file", str(path))
+    assert read_file("train_file", str(path)).rows[0] == {"text": "good", "label": 1}
 
 
 def test_a_csv_column_has_one_type_whatever_rows_are_read_at_once(tmp_path):
@@ -832,6 +926,14 @@ def test_labels_of_several_cells_or_lines_are_quoted(tmp_path):
     rows = list(csv.reader((tmp_path / "a.tsv").open(newline=""), "excel-tab"))
     assert rows == [["index", "prediction"], ["0", labels[1]], ["1", "e"], ["2", labels[0]]]
     assert (tmp_path / "a.tsv").read_bytes().endswith(b'\n1\te\n2\t"a\tb"\n')
+
+
+def test_ids_of_a_submission_are_the_task_s(tmp_path):
+    """Whichever the checkpoint gives to its labels."""
+    write_predictions(
+        tmp_path / "MRPC.tsv", np.array([0, 1, 1]), TASKS["mrpc"], {0: "equivalent", 1: "not_equivalent"}
+    )
+    assert predictions(tmp_path / "MRPC.tsv") == ["1", "0", "0"]
 
 
 def test_similarity_scores_are_clipped(tmp_path):
@@ -1097,6 +1199,52 @@ def test_texts_are_cut_to_the_longest_input(
     assert tokenizer.model_max_length == (32 if architecture == "roberta" else 48)
 
 
+def test_a_length_is_needed_where_neither_model_nor_tokenizer_has_one(run_glue):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({})))
+    with pytest.raises(ValueError, match="give --max_seq_length: neither the model nor the tokenizer has"):
+        run_glue.choose_length(None, None, tokenizer)
+    assert run_glue.choose_length(None, 7, tokenizer) == 7
+    assert run_glue.choose_length(5, None, tokenizer) == 5
+    tokenizer.model_max_length = 6
+    assert run_glue.choose_length(None, None, tokenizer) == 6
+
+
+def test_outputs_beside_the_logits_are_no_predictions(run_glue, checkpoints, tmp_path):
+    """As encoder-decoders have them."""
+    BertForSequenceClassification.from_pretrained(checkpoints / "bert").save_pretrained(tmp_path / "model")
+    file = write_rows(tmp_path / "rows.jsonl", task_rows("sst2", 8))
+    for name, override in (("alone", "false"), ("beside", "true")):
+        run_glue.main(
+            arguments(
+                model_name_or_path=tmp_path / "model",
+                tokenizer_name=checkpoints / "bert",
+                config_overrides=f"output_hidden_states={override}",
+                task_name="sst2",
+                validation_file=file,
+                test_file=file,
+                do_eval=True,
+                do_predict=True,
+                output_dir=tmp_path / name,
+            )
+        )
+    alone, beside = (predictions(tmp_path / name / "SST-2.tsv") for name in ("alone", "beside"))
+    assert alone == beside
+    assert results(tmp_path / "alone")["eval_accuracy"] == results(tmp_path / "beside")["eval_accuracy"]
+
+
+@pytest.mark.parametrize("long", [0, 1])
+def test_of_a_pair_the_longer_text_is_cut(checkpoints, long):
+    texts = ["the film", "was good"]
+    texts[long] += " bad" * 20
+    columns = TASKS["mrpc"].columns
+    rows = [dict(zip(columns, texts, strict=True)) | {"label": 1}]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints / "bert")
+    labels = {"not_equivalent": 0, "equivalent": 1}
+    encoded = encode(Table("a", datasets.Dataset.from_list(rows)), TASKS["mrpc"], labels, tokenizer, 12)
+    texts[long] = " ".join(texts[long].split()[:7])
+    assert encoded["input_ids"][0] == tokenizer(*texts)["input_ids"]
+
+
 @pytest.mark.parametrize("architecture", ["bert", "yoso"])
 def test_the_saved_tokenizer_gives_what_the_model_takes(run_glue, checkpoints, tmp_path, architecture):
     """A second text is marked for a model of two types only."""
@@ -1133,6 +1281,7 @@ def test_the_recipe_is_read_and_overridden(run_glue):
 
 
 SST2 = {"sentence": "good film", "label": 1}
+MNLI = {"premise": "good film", "hypothesis": "bad plot", "label": 2}
 BAD_INPUT = {
     "column missing": (
         {"train_file": [{"text": "good", "label": 1}]},
@@ -1197,6 +1346,10 @@ BAD_INPUT = {
         {"task_name": "stsb", "train_file": [{"sentence1": "a", "sentence2": "b", "label": 5.5}]},
         "column 'label' holds 5.5; allowed are numbers from 0 to 5",
     ),
+    "score below the range": (
+        {"task_name": "stsb", "train_file": [{"sentence1": "a", "sentence2": "b", "label": -0.5}]},
+        "column 'label' holds -0.5; allowed are numbers from 0 to 5",
+    ),
     "other name of the labels": (
         {"task_name": None, "train_file": [{"text": "a", "labels": 0}, {"text": "b", "labels": 1}]},
         "has no column 'label'; its columns are text, labels: --label_column names another",
@@ -1255,6 +1408,17 @@ BAD_INPUT = {
             "metric_for_best_model": "f1",
         },
         "--metric_for_best_model must be one of loss, accuracy, got f1",
+    ),
+    "metric of two parts": (
+        {
+            "task_name": "mnli",
+            "train_file": [MNLI],
+            "validation_file": [MNLI],
+            "validation_mismatched_file": [MNLI],
+            "eval_strategy": "steps",
+            "metric_for_best_model": "accuracy",
+        },
+        "must be one of matched_loss, matched_accuracy, mismatched_loss, mismatched_accuracy, got accuracy",
     ),
     "metric of nothing": (
         {"eval_strategy": "steps", "metric_for_best_model": "f1"},

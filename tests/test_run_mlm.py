@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import os
@@ -24,9 +25,9 @@ from transformers import (
     pipeline,
 )
 
-from yoso_hf import YosoForMaskedLM
+from yoso_hf import YosoForMaskedLM, YosoModel
 from yoso_hf.data import train_tokenizer
-from yoso_hf.mlm import Masking
+from yoso_hf.mlm import MaskedLMTrainer, Masking
 from yoso_hf.training import MODEL_FILES, claimed, parse_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -154,14 +155,14 @@ def test_loss_falls(finished):
     assert 0 < found["train_loss"] < before
 
 
-def evaluation_loss(folder: Path, corpus: Path, count: int) -> float:
+def evaluation_loss(folder: Path, corpus: Path, count: int, probability: float = 0.15) -> float:
     """The mean over all masked tokens of the first so many blocks, by the saved files alone."""
     model, tokenizer = AutoModelForMaskedLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     documents = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     # 5 %: the first of every 20
     stream = [token for text in documents[::20] for token in tokenizer(text)["input_ids"]]
     blocks = torch.tensor(stream[: count * 64]).view(count, 64)
-    masked = Masking(tokenizer, 0.15).mask_rows({"input_ids": blocks.tolist()})
+    masked = Masking(tokenizer, probability).mask_rows({"input_ids": blocks.tolist()})
     ids, labels = torch.stack(masked["input_ids"]), torch.stack(masked["labels"])
     with torch.no_grad():
         return F.cross_entropy(model.eval()(input_ids=ids).logits.flatten(0, 1), labels.flatten()).item()
@@ -184,6 +185,44 @@ def test_saved_model_and_tokenizer(finished, corpus):
     # and they are what pipelines take
     answers = pipeline("fill-mask", model=str(finished))("The value of the <mask> is returned.")
     assert len(answers) == 5 and all(answer["token_str"] for answer in answers)
+
+
+@pytest.fixture
+def built(run_mlm, monkeypatch):
+    """The trainers that the script has built."""
+    trainers = []
+
+    class SeenTrainer(MaskedLMTrainer):
+        def __init__(self, **arguments):
+            super().__init__(**arguments)
+            trainers.append(self)
+
+    monkeypatch.setattr(run_mlm, "MaskedLMTrainer", SeenTrainer)
+    return trainers
+
+
+def test_masks_and_logits_are_those_asked_for(run_mlm, corpus, tmp_path, built):
+    settings = {"max_steps": 1, "max_eval_blocks": 10, "mlm_probability": 0.5, "sparse_prediction": False}
+    run_mlm.main(arguments(tmp_path / "run", train_file=corpus, **settings))
+    expected = evaluation_loss(tmp_path / "run", corpus, 10, 0.5)
+    assert results(tmp_path / "run")["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert evaluation_loss(tmp_path / "run", corpus, 10, 0.15) != pytest.approx(expected, rel=1e-5)
+    assert not built[0].sparse_prediction
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_checkpoint_goes_on_with_the_attention_asked_for(run_mlm, finished, corpus, tmp_path, built, attention):
+    """The second time, the run is finished; what it began from is still what its card names."""
+    model = tmp_path / "model"
+    RobertaForMaskedLM(RobertaConfig(**ROBERTA, vocab_size=500)).save_pretrained(model)
+    AutoTokenizer.from_pretrained(finished).save_pretrained(model)
+    settings = {"model_name_or_path": model, "model_type": None, "config_overrides": None, "do_eval": None}
+    settings |= {"train_tokenizer": None, "vocab_size": None, "train_file": corpus, "max_steps": 1, "save_steps": 1}
+    for _ in range(2):
+        run_mlm.main(arguments(tmp_path / "run", **settings, attn_implementation=attention))
+    configs = [trainer.model.config for trainer in built]
+    assert [config._attn_implementation for config in configs] == [attention] * 2
+    assert [config._name_or_path for config in configs] == [str(model)] * 2
 
 
 def test_killed_while_saving_and_started_again(run_mlm, finished, corpus, tmp_path):
@@ -315,6 +354,69 @@ def test_a_run_is_told_by_the_content_of_its_files_and_of_a_stream_by_their_size
     assert describe("one", "{ }") != one
 
 
+def parsed(run_mlm, output_dir: Path, **settings) -> tuple:
+    return parse_arguments([run_mlm.MLMArguments, TrainingArguments], arguments(output_dir, **settings))
+
+
+def test_what_is_only_evaluated_makes_no_other_run(run_mlm, tmp_path):
+    """Unless the validation documents are set aside from those for training."""
+
+    def describe(**settings):
+        return run_mlm.describe(*parsed(run_mlm, tmp_path, **settings), {"train_file": []})
+
+    by_file = {"validation_file": "a.txt"}, {"validation_file": "b.txt"}
+    by_split = {"dataset_name": "x", "validation_split": "a"}, {"dataset_name": "x", "validation_split": "b"}
+    for one, other in (by_file, by_split):
+        assert describe(**one) == describe(**other, max_eval_blocks=3, validation_percentage=7)
+    assert describe() == describe(max_eval_blocks=3)
+    assert describe() != describe(validation_percentage=7)
+    assert describe() != describe(validation_file="a.txt")
+
+
+def test_a_streamed_corpus_is_shuffled_by_the_seed(run_mlm, finished, corpus, tmp_path):
+    """Among so many blocks, and pass after pass; of 0 in the order of the corpus."""
+    small = tmp_path / "small.jsonl"
+    small.write_text("".join(corpus.read_text().splitlines(keepends=True)[:4]))
+    tokenizer = AutoTokenizer.from_pretrained(finished)
+    documents = [json.loads(line)["text"] for line in small.read_text().splitlines()]
+    stream = [token for text in documents for token in tokenizer(text)["input_ids"]]
+    blocks = [stream[start : start + 64] for start in range(0, len(stream) // 64 * 64, 64)]
+
+    def order(seed: int, buffer: int) -> list[int]:
+        settings = {"train_file": small, "do_eval": None, "streaming": True, "shuffle_buffer": buffer}
+        args, training_args = parsed(run_mlm, tmp_path / "run", **settings)
+        read = run_mlm.read_documents(args, training_args, {"train_file": [str(small)], "validation_file": []})
+        rows = run_mlm.make_blocks(args, read, tokenizer, seed)["train"]
+        return [blocks.index(row["input_ids"].tolist()) for row in itertools.islice(rows, 2 * len(blocks))]
+
+    passes = [*range(len(blocks)), *range(len(blocks))]
+    assert order(1, 0) == passes
+    shuffled = order(1, 4)
+    assert shuffled == order(1, 4) != passes
+    assert order(2, 4) != shuffled
+    # none is drawn that the buffer does not hold yet, and of those long gone none is left out
+    assert set(shuffled) == set(range(len(blocks)))
+    assert all(block < index + 4 for index, block in enumerate(shuffled[: len(blocks)]) if block > index)
+
+
+@pytest.mark.parametrize("streaming", [None, True])
+def test_of_fewer_validation_blocks_than_asked_for_all_are_taken(run_mlm, finished, corpus, tmp_path, streaming):
+    files, tokenizer = {"train_file": [], "validation_file": [str(corpus)]}, AutoTokenizer.from_pretrained(finished)
+    tokens = sum(len(tokenizer(json.loads(line)["text"])["input_ids"]) for line in corpus.open())
+    for asked, count in ((5, 5), (10**6, tokens // 64)):
+        settings = {"validation_file": corpus, "do_train": None, "streaming": streaming, "max_eval_blocks": asked}
+        args, training_args = parsed(run_mlm, tmp_path / "run", **settings)
+        documents = run_mlm.read_documents(args, training_args, files)
+        assert len(run_mlm.make_blocks(args, documents, tokenizer, 0)["validation"]) == count
+
+
+def test_the_best_perplexity_is_the_lowest(run_mlm, tmp_path):
+    settings = {"metric_for_best_model": "perplexity", "save_strategy": "best", "eval_strategy": "steps"}
+    args, training_args = parsed(run_mlm, tmp_path, train_file="a.txt", **settings)
+    run_mlm.check_arguments(args, training_args)
+    assert training_args.greater_is_better is False
+
+
 def test_a_streamed_corpus_is_read_whole_whatever_the_workers(run_mlm, finished, corpus, tmp_path):
     """The recipes have two, of which each would see one of two files."""
     lines = corpus.read_text().splitlines(keepends=True)
@@ -432,6 +534,63 @@ def test_data_set_by_name_equals_its_files(streaming, run_mlm, finished, corpus,
         run_mlm.main(arguments(tmp_path / "refused", dataset_name=tmp_path / "data", text_column="body", **settings))
 
 
+def test_documents_are_read_as_the_arguments_say(run_mlm, tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(*names, split, streaming):
+        asked.append((*names, split, streaming))
+        return datasets.Dataset.from_dict({"body": [f"{split} {index}" for index in range(20)]})
+
+    def read(files=(), **settings):
+        args, training_args = parsed(run_mlm, tmp_path / "run", **settings)
+        found = run_mlm.read_documents(args, training_args, {"train_file": files, "validation_file": []})
+        return {split: [row["text"] for row in rows] for split, (_, rows) in found.items()}
+
+    monkeypatch.setattr(run_mlm, "load_dataset", load_dataset)
+    data = {"dataset_name": "x", "dataset_config_name": "en", "train_split": "part", "text_column": "body"}
+    part, dev = ([f"{split} {index}" for index in range(20)] for split in ("part", "dev"))
+    assert read(**data, validation_percentage=10) == {
+        "train": [text for index, text in enumerate(part) if index % 10],
+        "validation": part[::10],
+    }
+    assert read(**data, validation_split="dev") == {"train": part, "validation": dev}
+    assert read(**data, do_eval=None) == {"train": part}
+    assert set(asked) == {("x", "en", "part", False), ("x", "en", "dev", False)}
+
+    (tmp_path / "a.txt").write_text("one\ntwo\n\nthree")
+    documents = {
+        "paragraph": ["one\ntwo", "three"],
+        "line": ["one", "two", "", "three"],
+        "file": ["one\ntwo\n\nthree"],
+    }
+    for document, texts in documents.items():
+        settings = {"train_file": tmp_path / "a.txt", "document": document, "do_eval": None}
+        assert read([str(tmp_path / "a.txt")], **settings) == {"train": texts}
+
+
+@pytest.mark.parametrize(
+    ("settings", "split"),
+    [
+        ({"validation_split": "dev"}, "dev"),
+        ({}, "5 % of train"),
+        ({"validation_percentage": 0.5, "train_split": "a", "max_eval_blocks": 7}, "0.5 % of a, the first 7 blocks"),
+        ({"validation_file": ["a.txt"]}, None),
+    ],
+)
+def test_the_card_names_what_of_the_hub_was_evaluated_on(run_mlm, settings, split):
+    data = run_mlm.hub_data(run_mlm.MLMArguments(dataset_name="owner/name", **settings))
+    assert data["datasets"] == ["owner/name"]
+    assert data.get("evaluated_on", {}).get("dataset_split") == split
+
+
+def test_a_new_model_has_the_special_tokens_of_its_tokenizer(run_mlm, finished, tmp_path):
+    """A BERT's own have other numbers."""
+    for tokenizer in ({}, {"train_tokenizer": None, "vocab_size": None, "tokenizer_name": finished}):
+        args, _ = parsed(run_mlm, tmp_path, model_type="bert", config_overrides=None, **tokenizer)
+        config = run_mlm.make_config(args, AutoTokenizer.from_pretrained(finished))
+        assert (config.bos_token_id, config.pad_token_id, config.eos_token_id, config.vocab_size) == (0, 1, 2, 500)
+
+
 def test_overrides_as_a_mapping(run_mlm, corpus, tmp_path):
     """In the YAML file, with numbers that YAML takes for text."""
     recipe = tmp_path / "recipe.yaml"
@@ -513,8 +672,14 @@ REFUSED = {
     ),
     "range": ({"per_device_eval_batch_size": 0}, "--per_device_eval_batch_size must be at least 1, got 0"),
     "split": ({"validation_split": "test"}, "--validation_split is a split of --dataset_name"),
+    "split and file": (
+        {"train_file": None, "dataset_name": "x", "validation_split": "a", "validation_file": "FOLDER/short.txt"},
+        "--validation_split is a split of --dataset_name, and excludes --validation_file",
+    ),
     "percentage": ({"validation_percentage": 60}, "--validation_percentage must be above 0 and at most 50, got 60"),
     "probability": ({"mlm_probability": 1.0}, "--mlm_probability must be above 0 and below 1, got 1.0"),
+    "no probability": ({"mlm_probability": 0}, "--mlm_probability must be above 0 and below 1, got 0"),
+    "no blocks": ({"max_eval_blocks": 0}, "--max_eval_blocks must be at least 1, got 0"),
     "prediction": ({"do_predict": True}, "--do_predict is not for masked language models"),
     "best metric": (
         {
@@ -536,6 +701,7 @@ REFUSED = {
         "--streaming needs --max_eval_blocks",
     ),
     "streamed tokenizer": ({"streaming": True}, "--train_tokenizer .* without --streaming"),
+    "untrained tokenizer": ({"do_train": None}, "--train_tokenizer reads all training documents: it needs --do_train"),
     "nothing": ({"do_train": None, "do_eval": None}, "nothing to do: give --do_train or --do_eval"),
     "resume": ({"resume_from_checkpoint": "x"}, "--resume_from_checkpoint is not used"),
     "typo": ({"block_sizes": 64}, "block_sizes"),
@@ -583,6 +749,16 @@ def test_unfit_checkpoint_is_refused(kind, message, run_mlm, finished, corpus, t
         "train_file": corpus,
     }
     with pytest.raises(ValueError, match=message):
+        run_mlm.main(arguments(tmp_path / "run", **settings))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_untrained_head_is_not_evaluated(run_mlm, finished, corpus, tmp_path):
+    YosoModel.from_pretrained(finished).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(finished).save_pretrained(tmp_path / "model")
+    settings = {"model_name_or_path": tmp_path / "model", "model_type": None, "config_overrides": None}
+    settings |= {"train_tokenizer": None, "vocab_size": None, "do_train": None, "validation_file": corpus}
+    with pytest.raises(ValueError, match="is no checkpoint of YosoForMaskedLM: .* such as cls.predictions"):
         run_mlm.main(arguments(tmp_path / "run", **settings))
     assert not (tmp_path / "run").exists()
 

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from transformers.trainer_callback import TrainerState
 
 from yoso_hf import YosoConfig, YosoForMaskedLM, YosoModel
 from yoso_hf.attention_interface import SETTINGS
+from yoso_hf.data import train_tokenizer
 from yoso_hf.training import (
     check_attention,
     check_best_metric,
@@ -34,6 +36,7 @@ from yoso_hf.training import (
     finished_state,
     finished_weights,
     load_pretrained,
+    load_tokenizer,
     longest_input,
     override_config,
     parse_arguments,
@@ -123,6 +126,9 @@ def test_the_best_model_has_the_lowest_of_what_is_better_lower(tmp_path):
         (args,) = parse_arguments([TrainingArguments], [*values, "--eval_strategy=steps"])
         check_best_metric(args, ["accuracy", "loss", "perplexity"], lower_is_better=["perplexity"])
         assert args.greater_is_better == greater
+    # never looked for
+    args.metric_for_best_model, args.eval_strategy = "f1", "no"
+    check_best_metric(args, ["accuracy"])
 
 
 @pytest.mark.parametrize(
@@ -386,7 +392,7 @@ def test_processes_and_what_is_read_make_another_run(tmp_path, monkeypatch):
     write_state(folder / "checkpoint-1", 1)
     log.write_text("2")
     assert find_checkpoint(folder, describe())
-    for path, other in ((file, long + "54321"), (weights, "thgiews")):
+    for path, other in ((file, long + "54321"), (file, "y" + long[1:] + "12345"), (weights, "thgiews")):
         path.write_text(other)
         with pytest.raises(ValueError, match=re.escape(f"holds another run: content of {path} has changed. ")):
             find_checkpoint(folder, describe())
@@ -408,6 +414,26 @@ def test_processes_and_what_is_read_make_another_run(tmp_path, monkeypatch):
         find_checkpoint(folder, describe())
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "model-00001-of-00002.safetensors", "pytorch_model.bin"),
+        *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+        *("added_tokens.json", "special_tokens_map.json", "bpe.codes"),
+    ],
+)
+def test_every_file_of_a_model_and_a_tokenizer_makes_another_run(tmp_path, name):
+    folder, file = tmp_path / "run", tmp_path / "model" / name
+    file.parent.mkdir()
+    file.write_text("before")
+    args = TrainingArguments(output_dir=str(folder))
+    write_run(folder, describe_run(args, [str(file.parent)]))
+    write_state(folder / "checkpoint-1", 1)
+    file.write_text("behind")
+    with pytest.raises(ValueError, match=re.escape(f"holds another run: content of {file} has changed. ")):
+        find_checkpoint(folder, describe_run(args, [str(file.parent)]))
+
+
 def test_a_run_that_saved_nothing_gives_way(tmp_path):
     write_run(tmp_path, {"model": "m"})
     assert find_checkpoint(tmp_path, {"model": "other"}) is None
@@ -417,6 +443,10 @@ def test_a_run_that_saved_nothing_gives_way(tmp_path):
         find_checkpoint(tmp_path, {"model": "other"})
     (tmp_path / "checkpoint-2").rmdir()
     (tmp_path / "all_results.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds another run"):
+        find_checkpoint(tmp_path, {"model": "other"})
+    # and so are weights whose results were deleted
+    (tmp_path / "all_results.json").rename(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="holds another run"):
         find_checkpoint(tmp_path, {"model": "other"})
 
@@ -491,6 +521,15 @@ def test_one_command_at_a_time_is_at_work_in_a_directory(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["run.json"]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks of directories")
+def test_where_there_are_no_locks_nothing_is_kept_out(tmp_path):
+    """As on some network file systems."""
+    args = TrainingArguments(output_dir=str(tmp_path / "run"))
+    with patch("fcntl.flock", side_effect=OSError(errno.ENOLCK, "No locks available")), claimed(args), claimed(args):
+        (tmp_path / "run" / "run.json").touch()
+    assert (tmp_path / "run" / "run.json").exists()
+
+
 def test_a_directory_of_other_files_is_no_run(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds files but no run.json"):
@@ -544,6 +583,18 @@ def test_a_model_is_loaded_in_float32_with_all_its_weights(tmp_path):
     loaded = load_pretrained(AutoModelForMaskedLM, str(tmp_path / "model"), config)
     for name, weight in saved.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], weight.float(), rtol=0, atol=0)
+
+
+def test_a_tokenizer_must_fit_the_model(tmp_path):
+    tokenizer = train_tokenizer(["the cat"], 261)
+    tokenizer.save_pretrained(tmp_path / "whole")
+    assert len(load_tokenizer(str(tmp_path / "whole"), YosoConfig(vocab_size=261))) == 261
+    with pytest.raises(ValueError, match="whole has 261 tokens, the model knows 260 .vocab_size.$"):
+        load_tokenizer(str(tmp_path / "whole"), YosoConfig(vocab_size=260))
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "padless")
+    with pytest.raises(ValueError, match="the tokenizer .*padless has no padding token"):
+        load_tokenizer(str(tmp_path / "padless"), YosoConfig(vocab_size=261))
 
 
 def test_settings_of_yoso_stay_with_a_model_of_another_type(tmp_path):
