@@ -339,11 +339,13 @@ def make_blocks(
             blocks["train"] = blocks["train"].repeat(None).shuffle(seed, buffer_size=args.shuffle_buffer)
         blocks["train"] = blocks["train"].with_format("torch")
     if "validation" in blocks and args.max_eval_blocks is not None:
-        validation = blocks["validation"].take(args.max_eval_blocks)
+        validation = blocks["validation"]
         if args.streaming:
             # evaluated many times, read once
-            validation = Dataset.from_list(list(validation), features=validation.features)
-        blocks["validation"] = validation
+            rows = list(validation.take(args.max_eval_blocks))
+            blocks["validation"] = Dataset.from_list(rows, features=validation.features)
+        else:
+            blocks["validation"] = validation.select(range(min(args.max_eval_blocks, len(validation))))
     return blocks
 
 

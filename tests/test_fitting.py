@@ -135,6 +135,21 @@ def test_layers_are_numbered_by_the_encoder():
     assert [len(layer) for layer in fit.hash_code_len] == [len(layer) for layer in fit.error] == [4, 4]
 
 
+def test_a_decoder_of_its_own_configuration_has_no_numbers():
+    text = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 4, "head_dim": 8, "yoso_similarity": "cosine"}
+    encoder, decoder = (text | {"num_hidden_layers": layers} for layers in (2, 3))
+    encoder["layer_types"] = ["full_attention", "sliding_attention"]
+    config = transformers.T5Gemma2Config(encoder={"text_config": encoder}, decoder=decoder)
+    model = transformers.AutoModel.from_config(config, attn_implementation="yoso").eval()
+    batch = {"input_ids": tokens(), "decoder_input_ids": tokens(3, 7)}
+    fit = fit_hash_code_len(model, [batch])
+    assert fit.hash_code_len[1] == [SETTINGS["yoso_hash_code_len"]] * 4
+    # once more, from what was found
+    model.config.encoder.text_config.yoso_hash_code_len = fit.hash_code_len
+    assert fit_hash_code_len(model, [batch]) == fit
+
+
 def test_a_model_in_training_is_fitted_without_its_dropout():
     model = build("bert", "sdpa", hidden_dropout_prob=0.5)
     assert fit_hash_code_len(model.train(), batches()) == fit_hash_code_len(model.eval(), batches())

@@ -48,7 +48,10 @@ class _Errors:
     names: dict[int, str]
     errors: dict[int, Tensor] = field(default_factory=dict)
     squares: dict[int, Tensor] = field(default_factory=dict)
-    delegated: dict[int, list[int]] = field(default_factory=dict)
+    # numbers of layers that are left to sdpa, by the id of their configuration
+    delegated: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    # the configurations of the layers that are not
+    fitted: set[int] = field(default_factory=set)
 
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -60,8 +63,10 @@ class _Errors:
             # a decoder may have more layers than its encoder, whose numbers these are
             if layer < getattr(module.config, "num_hidden_layers", layer + 1):
                 length = attention_settings(module, exact)["hash_code_len"]
-                self.delegated[layer] = [length] * query.shape[1] if isinstance(length, int) else length
+                heads = [length] * query.shape[1] if isinstance(length, int) else length
+                self.delegated.setdefault(id(module.config), {})[layer] = heads
             return out, None
+        self.fitted.add(id(module.config))
         settings = attention_settings(module, exact)
         if settings["similarity"] == "softmax":
             raise ValueError(
@@ -163,7 +168,11 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
         del ALL_ATTENTION_FUNCTIONS[NAME]
     if not sums.errors:
         raise ValueError("batches must hold inputs that a layer of full attention sees, got none")
-    lengths, error = dict(sums.delegated), {layer: [0.0] * len(heads) for layer, heads in sums.delegated.items()}
+    lengths = {}
+    # a decoder with a configuration of its own has none of these layers
+    for config in sums.fitted & sums.delegated.keys():
+        lengths |= sums.delegated[config]
+    error = {layer: [0.0] * len(heads) for layer, heads in lengths.items()}
     for layer, errors in sums.errors.items():
         best, index = errors.min(0)
         lengths[layer] = [1 + i for i in index.tolist()]
