@@ -336,7 +336,10 @@ def make_blocks(
     }
     if "train" in blocks:
         if args.streaming:
-            blocks["train"] = blocks["train"].repeat(None).shuffle(seed, buffer_size=args.shuffle_buffer)
+            blocks["train"] = blocks["train"].repeat(None)
+            # datasets 4.8 cannot shuffle among none
+            if args.shuffle_buffer > 0:
+                blocks["train"] = blocks["train"].shuffle(seed, buffer_size=args.shuffle_buffer)
         blocks["train"] = blocks["train"].with_format("torch")
     if "validation" in blocks and args.max_eval_blocks is not None:
         validation = blocks["validation"]
