@@ -170,8 +170,9 @@ def fit_hash_code_len(model: PreTrainedModel, batches: Iterable[Mapping[str, Ten
         raise ValueError("batches must hold inputs that a layer of full attention sees, got none")
     lengths = {}
     # a decoder with a configuration of its own has none of these layers
-    for config in sums.fitted & sums.delegated.keys():
-        lengths |= sums.delegated[config]
+    for config, heads_of_layers in sums.delegated.items():
+        if config in sums.fitted:
+            lengths |= heads_of_layers
     error = {layer: [0.0] * len(heads) for layer, heads in lengths.items()}
     for layer, errors in sums.errors.items():
         best, index = errors.min(0)
