@@ -92,7 +92,6 @@ _POSITION_TABLE = "yoso.embeddings.position_embeddings.weight"
 _NOT_COPIED = (
     "model_type",
     "architectures",
-    "auto_map",
     "transformers_version",
     "max_position_embeddings",
     "dtype",
