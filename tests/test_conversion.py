@@ -989,6 +989,9 @@ def test_only_a_checkpoint_is_overwritten(tokenizers, tmp_path):
     """Not what lies beside one in a clone of a repository, or in the directory of a training run."""
     source = save(make_model("bert", "Model", tokenizers["bert"]), tokenizers["bert"], tmp_path / "original")
     convert_checkpoint(source, tmp_path / "yoso")
+    # which other models have in theirs
+    (tmp_path / "yoso" / "generation_config.json").write_text("{}")
+    convert_checkpoint(source, tmp_path / "yoso", overwrite=True)
     for name in (".git/HEAD", "checkpoint-100/optimizer.pt", "README.md"):
         (tmp_path / "yoso" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "yoso" / name).write_text("mine")
@@ -1157,3 +1160,52 @@ def test_commands_of_the_script(script, commands, capsys):
     assert settings == (7, 9, 5, True)
     report = json.loads((commands / "runs" / "roberta-4096" / "conversion.json").read_text())
     assert report["comparison"]["num_texts"] == 2
+
+
+def test_options_of_the_script_reach_the_conversion(script, monkeypatch):
+    given = []
+    monkeypatch.setattr(script, "convert_checkpoint", lambda *places, **options: given.append((*places, options)))
+    options = {
+        "max_position_embeddings": 100,
+        "position_method": "interpolate",
+        "hash_code_len": 7,
+        "num_hash": 9,
+        "local_window": 5,
+        "tokenizer_name": "another",
+        "use_expectation": False,
+        "overwrite": True,
+    }
+    places = ["--model_name_or_path=none", "--output_dir=out"]
+    script.main([*places, *(f"--{name}={str(value).lower()}" for name, value in options.items())])
+    script.main(places)
+    defaults = dict.fromkeys(options) | {"position_method": "tile", "overwrite": False}
+    for call, expected in zip(given, (options, defaults), strict=True):
+        assert call == ("none", "out", expected | {"texts": None})
+    for word, value in (("true", True), ("auto", "auto")):
+        script.main([*places, f"--use_expectation={word}"])
+        assert given[-1][-1]["use_expectation"] == value
+
+
+def test_texts_of_the_script(script, tmp_path, monkeypatch):
+    """Which texts of a file the outputs are compared on."""
+    given = []
+    monkeypatch.setattr(script, "convert_checkpoint", lambda *_, texts, **__: given.append(texts))
+    (tmp_path / "lines.txt").write_text("one\ntwo\n\n  \nthree\n")
+    (tmp_path / "rows.jsonl").write_text('{"body": "one"}\n{"body": "  "}\n{"body": "two"}\n')
+    values = ["--model_name_or_path=none", f"--output_dir={tmp_path / 'yoso'}"]
+    script.main(values)
+    for options in (["lines.txt"], ["lines.txt", "--document=line"], ["rows.jsonl", "--text_column=body"]):
+        script.main([*values, f"--text_file={tmp_path / options[0]}", *options[1:]])
+    assert given == [None, ["one\ntwo", "three"], ["one", "two", "three"], ["one", "two"]]
+    with pytest.raises(ValueError, match="--max_texts must be at least 1, got 0"):
+        script.main([*values, "--max_texts=0"])
+
+
+def test_new_weights_of_the_script_are_the_same_every_time(script, tokenizers, tmp_path):
+    source = save(make_model("bert", "Model", tokenizers["bert"]), tokenizers["bert"], tmp_path / "original")
+    for name in ("one", "other"):
+        script.main([f"--model_name_or_path={source}", f"--output_dir={tmp_path / name}"])
+    one, other = (load(tmp_path / name).state_dict() for name in ("one", "other"))
+    assert one["cls.predictions.transform.dense.weight"].std() > 0
+    for name, weight in one.items():
+        assert torch.equal(weight, other[name]), name
