@@ -68,6 +68,7 @@ def test_correlations_by_their_definition():
         ("stsb", [1.0], [4.0], {"pearson": 0.0, "spearmanr": 0.0, "combined_score": 0.0}),
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_constants_score_finite_numbers(task, predictions, references, expected):
     assert GlueMetric(task).compute(predictions=predictions, references=references) == expected
 
