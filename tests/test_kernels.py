@@ -433,6 +433,10 @@ def test_values_that_are_no_numbers_or_huge_spoil_sums_they_are_in_only(shape, d
     inputs.value[:, 1, 5] = torch.finfo(dtype).max / 8
     # none of them masked, and with queries in their bucket
     inputs.codes[1][..., [3, 5, 7]] = inputs.codes[0][..., :3]
+    # too large to be added twice, and in a bucket of one hash function, beside no number that is none
+    inputs.value[:, 1, 6] = 0.7 * torch.finfo(dtype).max
+    inputs.codes[1][..., 6] = -1
+    inputs.codes[1][:, :, 0, 6] = inputs.codes[0][:, :, 0, 3]
     arguments = (*inputs.codes, inputs.tau, False, False)
     got, _ = ops.sampled_attention(inputs.query, inputs.key, inputs.value, *arguments)
     wide = (x.double() for x in (inputs.query, inputs.key, inputs.value))
