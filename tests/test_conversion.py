@@ -625,8 +625,10 @@ def test_comparison(kind, tokenizers, tmp_path, monkeypatch):
             logits = [model(masked["input_ids"]).logits[0] for model in models]
         cosines += [(a @ b / a.norm() / b.norm()).item() for a, b in zip(*states, strict=True)]
         for place, label in enumerate(masked["labels"][0].tolist()):
-            labels += [label] * (label != -100)
-            for model in range(2) if label != -100 else ():
+            if label == -100:
+                continue
+            labels.append(label)
+            for model in range(2):
                 losses[model].append(-logits[model][place].log_softmax(-1)[label].item())
                 hits[model].append(logits[model][place].argmax().item() == label)
     assert found.num_texts == len(texts) and found.num_tokens == len(cosines)
@@ -853,14 +855,14 @@ def test_checkpoints_of_the_authors(style, offset, attention, conv, tmp_path, mo
     check_lists(report, weights, model.state_dict())
     assert {name.rpartition(".")[0] for name in report.dropped} == {"model.pooler", "sen_class"}
     kind = attention.get("attn_type", "softmax")
-    exact = kind == "yoso-v1-e" or attention.get("num_hash_f") == -1
-    notes = ["the original's kernel takes 0.98 times the cosine"] if kind == "yoso-v2" and exact else []
+    is_exact = kind == "yoso-v1-e" or attention.get("num_hash_f") == -1
+    notes = ["the original's kernel takes 0.98 times the cosine"] if kind == "yoso-v2" and is_exact else []
     assert not report.new and report.notes == [*notes, f"no tokenizer: {path.name} holds none"]
     if kind == "softmax":
         assert (model.config.normalization, model.config.hash_code_len) == ("sum", 16)
     else:
-        assert model.config.use_expectation is exact
-        assert (model.config.hash_code_len, model.config.num_hash) == (5, YosoConfig.num_hash if exact else 8)
+        assert model.config.use_expectation is is_exact
+        assert (model.config.hash_code_len, model.config.num_hash) == (5, YosoConfig.num_hash if is_exact else 8)
     assert model.config.hidden_dropout_prob == model.config.attention_probs_dropout_prob == 0.2
     assert model.config.lsh_backward is not attention.get("n2_backward", False)
     assert model.config.use_fast_hash is attention.get("use_fast_hash", True)

@@ -135,7 +135,7 @@ from test_kernels import Inputs, assert_as_accurate_as_pytorch
 
 os.environ["YOSO_CUDA_BACKWARD"] = "buckets"
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    # of the last two also the forward has several launches, from values in shared memory
+    # of the last two, in bfloat16, also the forward has several launches, from values in shared memory
     for heads, rows, columns, num_hash in (
         (5, 31, 8, 3), (1, 31, 16, 6), (3, 40, 40, 5), (2, 150, 64, 9), (5, 31, 16, 4), (1, 31, 16, 11),
     ):
