@@ -123,13 +123,14 @@ def assert_same_bits_on_any_number_of_threads(outputs):
         torch.set_num_threads(threads)
 
 
+# long enough for every loop that is shared among threads to be shared; the second fits every second-level cache
+@pytest.mark.parametrize("sizes", [(1100, 1000, 64, 64), (600, 500, 32, 32)])
 @pytest.mark.parametrize("data", ["random", "mixed"])
 @pytest.mark.parametrize("heads", [(1, 1), (1, 3), (2, 4)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_same_bits_whatever_the_number_of_threads(dtype, heads, data):
-    # long enough for every loop that is shared among threads to be shared, and more hash functions than are gone over
-    # at once
-    inputs = Inputs(data, (*heads, 1100, 1000, 64, 64, 9, 6), dtype)
+def test_same_bits_whatever_the_number_of_threads(dtype, heads, data, sizes):
+    # more hash functions than are gone over together
+    inputs = Inputs(data, (*heads, *sizes, 9, 6), dtype)
     assert_same_bits_on_any_number_of_threads(
         lambda: [
             *inputs.hashes(ops, dtype),
@@ -154,6 +155,25 @@ def test_same_bits_where_the_number_of_threads_decides_what_fits_the_cache():
     assert_same_bits_on_any_number_of_threads(
         lambda: [*inputs.sampled(ops, torch.float32), *inputs.remainder(ops, torch.float32)]
     )
+
+
+@pytest.mark.parametrize("columns", [16, 64])
+def test_a_long_head_has_the_gradients_of_its_parts(columns):
+    """Of parts without shared buckets: they fit a second-level cache, the whole none; the backward goes other ways."""
+    rows, used_codes, num_hash = 500, 64, 9
+    parts = (40 << 20) // (2 * rows * columns * 4)
+    query, key, value, grad = torch.randn(4, parts, 1, rows, columns)
+    # buckets of every size
+    codes = (used_codes * torch.rand(2, parts, 1, num_hash, rows) ** 4).int()
+    expected = ops.sampled_attention_backward(grad, query, key, value, *codes.short(), 8)
+    codes += used_codes * torch.arange(parts, dtype=torch.int32).view(-1, 1, 1, 1)
+    whole = (x.view(1, 1, -1, columns) for x in (grad, query, key, value))
+    long_codes = codes.permute(0, 2, 3, 1, 4).reshape(2, 1, 1, num_hash, -1)
+    got = ops.sampled_attention_backward(*whole, *long_codes, 16)
+    for name, long, short in zip(("query", "key", "value"), got, expected, strict=True):
+        # gradients of query and key are proportional to the length of codes, which is twice that of the parts
+        factor = 1 if name == "value" else 2
+        torch.testing.assert_close(long.view_as(short), factor * short, rtol=0, atol=0, msg=name)
 
 
 def one_head_calls():

@@ -128,11 +128,20 @@ void for_bucket_heads(int64_t heads, int64_t rows, int64_t head_bytes, const F& 
     parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) { add_heads(begin, end, 1); });
 }
 
+// Rows of which some columns, the first ones from `data` on, are fetched.
+template <class T, class Stride, class Columns>
+struct FetchedRows {
+  const T* data;
+  Stride stride;
+  Columns columns;
+
+  YOSO_INLINE void fetch(int64_t row) const { prefetch(data + row * stride, columns); }
+};
+
 // Fetches the rows of the next bucket, one at every call: all at once, they would hold up the processor.
-template <class T, class Stride>
+template <class Rows>
 struct Ahead {
-  const T *queries, *keys;
-  Stride query_stride, key_stride;
+  Rows queries, keys;
   const int32_t *query_order = nullptr, *key_order = nullptr;
   int64_t queries_left = 0, keys_left = 0;
 
@@ -147,10 +156,10 @@ struct Ahead {
   YOSO_INLINE void operator()() {
     if (queries_left > 0) {
       --queries_left;
-      prefetch(queries + *query_order++ * query_stride, query_stride);
+      queries.fetch(*query_order++);
     } else if (keys_left > 0) {
       --keys_left;
-      prefetch(keys + *key_order++ * key_stride, key_stride);
+      keys.fetch(*key_order++);
     }
   }
 

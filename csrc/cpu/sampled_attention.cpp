@@ -3,10 +3,6 @@
 
 #include "unit_rows.h"
 
-#if defined(__linux__)
-#include <unistd.h>
-#endif
-
 namespace yoso {
 namespace {
 
@@ -17,12 +13,8 @@ constexpr int64_t kSliceBytes = 128;
 // What the tables of a thread may take. Where the cache is small, they leave most of it to the values and sums.
 int64_t table_bytes() {
   constexpr int64_t kMost = 512 * 1024;
-#if defined(_SC_LEVEL2_CACHE_SIZE)
-  // 0 where it is not known
-  static const int64_t cache_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
-  if (0 < cache_bytes && cache_bytes < 2 * kMost) return cache_bytes / 4;
-#endif
-  return kMost;
+  const int64_t cache_bytes = second_level_bytes();
+  return 0 < cache_bytes && cache_bytes < 2 * kMost ? cache_bytes / 4 : kMost;
 }
 
 // Adds each of `count` rows of W vectors to its bucket of each of G tables. Codes outside a table are in no bucket.

@@ -19,41 +19,45 @@ constexpr int64_t kPairsAhead = 8;
 // hash functions that are gone over together: each pass over them finds its rows in the cache
 constexpr int64_t kHashesTogether = 8;
 
-// One side of the backward pass: the queries with the output's gradient, or the keys with the values. The sums become
-// the gradients of the unit rows.
+// One side of the backward pass: the queries with the output's gradient, or the keys with the values. A row holds
+// the unit vector, the gradient or value, and the sum that becomes the gradient of the unit vector.
 template <class T>
 struct Side {
-  const int64_t columns, other_columns;
-  Buffer<T> unit, other, sum, inverse_length;
+  const int64_t columns, other_columns, stride;
+  Buffer<T> rows, inverse_length;
   BucketOrder buckets;
 
   Side(int64_t count, int64_t columns, int64_t other_columns, int64_t num_hash, int64_t table_size)
       : columns(columns),
         other_columns(other_columns),
-        unit(count * columns),
-        other(count * other_columns),
-        sum(count * columns),
+        stride(2 * columns + other_columns),
+        rows(count * stride),
         inverse_length(count),
         buckets(count, num_hash, table_size, kFewPairs) {}
+
+  T* unit() { return rows.data(); }
+  T* other() { return rows.data() + columns; }
+  T* sum() { return rows.data() + columns + other_columns; }
 
   template <class V>
   YOSO_INLINE void load(const InputRows& x, const InputRows& others, int64_t batch, int64_t head, int64_t begin,
                         int64_t end) {
-    T* const units = unit.data() + begin * columns;
-    load_rows<V>(x, batch, head, begin, end, units, columns);
-    load_rows<V>(others, batch, head, begin, end, other.data() + begin * other_columns, other_columns);
-    normalize_rows<V>(units, columns, end - begin, columns, inverse_length.data() + begin);
-    std::memset(sum.data() + begin * columns, 0, (end - begin) * columns * sizeof(T));
+    const int64_t offset = begin * stride;
+    load_rows<V>(x, batch, head, begin, end, unit() + offset, stride);
+    load_rows<V>(others, batch, head, begin, end, other() + offset, stride);
+    normalize_rows<V>(unit() + offset, stride, end - begin, columns, inverse_length.data() + begin);
+    for (int64_t row = begin; row < end; ++row) std::memset(sum() + row * stride, 0, columns * sizeof(T));
   }
 
   template <class V>
   YOSO_INLINE void store(T scale, const OutputRows& out, int64_t batch, int64_t head, int64_t begin, int64_t end) {
-    T *const units = unit.data() + begin * columns, *const sums = sum.data() + begin * columns;
+    const int64_t offset = begin * stride;
     // a row that is zero, or no numbers, as one in no bucket may be, gets no gradient
     for (int64_t row = begin; row < end; ++row)
-      if (inverse_length[row] == 0) std::memset(unit.data() + row * columns, 0, columns * sizeof(T));
-    through_normalize<V>(sums, columns, units, columns, end - begin, columns, inverse_length.data() + begin, scale);
-    store_rows<V>(sums, columns, T{1}, out, batch, head, begin, end);
+      if (inverse_length[row] == 0) std::memset(unit() + row * stride, 0, columns * sizeof(T));
+    through_normalize<V>(sum() + offset, stride, unit() + offset, stride, end - begin, columns,
+                         inverse_length.data() + begin, scale);
+    store_rows<V>(sum() + offset, stride, T{1}, out, batch, head, begin, end);
   }
 };
 
@@ -69,7 +73,7 @@ struct BucketTile {
 template <class T>
 struct Listed {
   Buffer<int32_t> query_of, key_of;
-  Buffer<T> pair_weights, weights{0};
+  Buffer<T> pair_weights, weights{kTileRows * kTileRows};
   int64_t num_pairs = 0;
   std::vector<BucketTile> tiles;
   std::vector<Bucket> large;
@@ -80,19 +84,19 @@ struct Listed {
         pair_weights(padded(kFewPairs * most_buckets)) {}
 };
 
-// What one thread needs beside the rows.
+// What one thread needs beside the rows, to go over so many hash functions together.
 template <class T>
 struct Scratch {
   Buffer<int32_t> numbers;
   Buffer<T> tile, product;
   std::vector<Listed<T>> hashes;
 
-  Scratch(const Side<T>& queries, const Side<T>& keys)
+  Scratch(const Side<T>& queries, const Side<T>& keys, int64_t hashes_together)
       : numbers(queries.buckets.table_size),
         tile(kTileRows * queries.other_columns),
         product(queries.other_columns * queries.columns) {
     const int64_t most_buckets = std::min({queries.buckets.table_size, queries.buckets.count, keys.buckets.count});
-    for (int64_t hash = 0; hash < kHashesTogether; ++hash) hashes.emplace_back(most_buckets);
+    for (int64_t hash = 0; hash < hashes_together; ++hash) hashes.emplace_back(most_buckets);
   }
 };
 
@@ -109,10 +113,11 @@ struct PairNumbers {
 };
 constexpr PairNumbers kPairNumbers;
 
-// Lists a hash function's buckets from `begin` to `end`.
+// Lists a hash function's buckets from `begin` to `end`. Weights of all tiles have their place if they are kept, those
+// of one if not.
 template <class Sizes, class T>
-YOSO_INLINE void list_buckets(Sizes sizes, const SharedBuckets& buckets, int64_t begin, int64_t end, int32_t* numbers,
-                              Listed<T>& listed) {
+YOSO_INLINE void list_buckets(Sizes sizes, const SharedBuckets& buckets, int64_t begin, int64_t end, bool kept,
+                              int32_t* numbers, Listed<T>& listed) {
   const int64_t D = sizes.columns, Dv = sizes.value_columns, num_shared = buckets.list(begin, end, numbers);
   // which of these have few pairs cannot be foretold either: all write pairs, and those that have more are overwritten
   int32_t *query_of = listed.query_of.data(), *key_of = listed.key_of.data();
@@ -146,93 +151,121 @@ YOSO_INLINE void list_buckets(Sizes sizes, const SharedBuckets& buckets, int64_t
         // whole tiles of the product that gives them
         const int64_t stride = nk >= kTransposedKeys ? padded(nk) : (nk + 3) / 4 * 4;
         listed.tiles.push_back({{bucket.queries + q, bucket.keys + k, nq, nk}, num_weights, stride});
-        num_weights += (nq + 3) / 4 * 4 * stride;
+        if (kept) num_weights += (nq + 3) / 4 * 4 * stride;
       }
   }
   if (num_weights > listed.weights.size()) listed.weights = Buffer<T>(num_weights + num_weights / 4);
 }
 
-// Weighs the pairs: products of gradients and values.
+// Weighs the pairs of a list from `begin` to `end`: products of gradients and values.
 template <class V, class Sizes, class T = Element<V>>
-YOSO_INLINE void weigh_pairs(Sizes sizes, const Side<T>& queries, const Side<T>& keys, Scratch<T>& scratch,
-                             Listed<T>& listed) {
+YOSO_INLINE void weigh_pairs(Sizes sizes, Side<T>& queries, Side<T>& keys, Listed<T>& listed, int64_t begin,
+                             int64_t end) {
   constexpr int64_t L = kLanes<V>;
   const auto Dv = sizes.value_columns;
-  const T *grads = queries.other.data(), *values = keys.other.data();
+  const T *grads = queries.other(), *values = keys.other();
   // a product of two rows waits for its sum over lanes: the sums of as many pairs as there are lanes are taken together
-  for (int64_t first = 0; first < listed.num_pairs; first += L) {
+  for (int64_t first = begin; first < end; first += L) {
     V products[L];
     for (int64_t p = 0; p < L; ++p) {
-      const int64_t pair = std::min(first + p, listed.num_pairs - 1);
-      const T *grad = grads + listed.query_of[pair] * Dv, *value = values + listed.key_of[pair] * Dv;
+      const int64_t pair = std::min(first + p, end - 1);
+      const T* grad = grads + listed.query_of[pair] * sizes.stride;
+      const T* value = values + listed.key_of[pair] * sizes.stride;
       V sum = {};
       for (int64_t c = 0; c < Dv; c += L) sum += load<V>(grad + c) * load<V>(value + c);
       products[p] = sum;
     }
     store_sums(products, listed.pair_weights.data() + first);
   }
-  Ahead<T, decltype(sizes.value_columns)> ahead{grads, values, Dv, Dv};
-  const int64_t num_tiles = listed.tiles.size();
-  for (int64_t i = 0; i < num_tiles; ++i) {
-    const BucketTile& tile = listed.tiles[i];
-    if (i + 1 < num_tiles) ahead.point_to(listed.tiles[i + 1].rows, kTileRows);
-    const int64_t nq = tile.rows.num_queries, nk = tile.rows.num_keys;
-    const PickedRows<const T, decltype(sizes.value_columns)> grad{grads, Dv, tile.rows.queries};
-    const PickedRows<const T, decltype(sizes.value_columns)> value{values, Dv, tile.rows.keys};
-    const AllRows<T> weights{listed.weights.data() + tile.weights, tile.stride};
-    if (nk >= kTransposedKeys) {
-      const AllRows<T> transposed{scratch.tile.data(), kTileRows};
-      transpose_rows<V>(value, nk, Dv, transposed.data, kTileRows);
-      multiply<V, false>(nq, padded(nk), Dv, grad, 1, transposed, weights, ahead);
-    } else {
-      outlined<V>([=, &ahead](auto) YOSO_INLINE_LAMBDA {
-        dot_products<V>(nq, nk, Dv, grad, value, weights.data, weights.stride, ahead);
-      });
-    }
-    ahead.finish();
+}
+
+// The same of a tile.
+template <class V, class Sizes, class Fetch, class T = Element<V>>
+YOSO_INLINE void weigh_tile(Sizes sizes, Side<T>& queries, Side<T>& keys, Scratch<T>& scratch, Listed<T>& listed,
+                            const BucketTile& tile, Fetch& ahead) {
+  using Picked = PickedRows<const T, decltype(sizes.stride)>;
+  const auto Dv = sizes.value_columns;
+  const int64_t nq = tile.rows.num_queries, nk = tile.rows.num_keys;
+  const Picked grads{queries.other(), sizes.stride, tile.rows.queries};
+  const Picked values{keys.other(), sizes.stride, tile.rows.keys};
+  const AllRows<T> weights{listed.weights.data() + tile.weights, tile.stride};
+  if (nk >= kTransposedKeys) {
+    const AllRows<T> transposed{scratch.tile.data(), kTileRows};
+    transpose_rows<V>(values, nk, Dv, transposed.data, kTileRows);
+    multiply<V, false>(nq, padded(nk), Dv, grads, 1, transposed, weights, ahead);
+  } else {
+    outlined<V>([=, &ahead](auto) YOSO_INLINE_LAMBDA {
+      dot_products<V>(nq, nk, Dv, grads, values, weights.data, weights.stride, ahead);
+    });
   }
+}
+
+// Adds keys times the weights of a list's pairs to the queries' sums, or queries to the keys'.
+template <class V, bool to_queries, class Sizes, class T = Element<V>>
+YOSO_INLINE void add_pairs(Sizes sizes, Side<T>& queries, Side<T>& keys, const Listed<T>& listed, int64_t begin,
+                           int64_t end) {
+  constexpr int64_t L = kLanes<V>;
+  const auto D = sizes.columns;
+  const auto stride = sizes.stride;
+  T* const query_rows = to_queries ? queries.sum() : queries.unit();
+  T* const key_rows = to_queries ? keys.unit() : keys.sum();
+  const int32_t *query_of = listed.query_of.data(), *key_of = listed.key_of.data();
+  for (int64_t pair = begin; pair < end; ++pair) {
+    const int64_t next = std::min(pair + kPairsAhead, listed.num_pairs - 1);
+    prefetch(query_rows + query_of[next] * stride, D);
+    prefetch(key_rows + key_of[next] * stride, D);
+    const T weight = listed.pair_weights[pair];
+    T *query = query_rows + query_of[pair] * stride, *key = key_rows + key_of[pair] * stride;
+    T* const sum = to_queries ? query : key;
+    const T* const unit = to_queries ? key : query;
+    for (int64_t c = 0; c < D; c += L) store<V>(sum + c, load<V>(sum + c) + weight * load<V>(unit + c));
+  }
+}
+
+// The same of a tile.
+template <class V, bool to_queries, class Sizes, class Fetch, class T = Element<V>>
+YOSO_INLINE void add_tile(Sizes sizes, Side<T>& queries, Side<T>& keys, const Listed<T>& listed,
+                          const BucketTile& tile, Fetch& ahead) {
+  using Picked = PickedRows<T, decltype(sizes.stride)>;
+  const auto D = sizes.columns;
+  const int64_t nq = tile.rows.num_queries, nk = tile.rows.num_keys, stride = tile.stride;
+  const Picked query_rows{to_queries ? queries.sum() : queries.unit(), sizes.stride, tile.rows.queries};
+  const Picked key_rows{to_queries ? keys.unit() : keys.sum(), sizes.stride, tile.rows.keys};
+  const T* const weights = listed.weights.data() + tile.weights;
+  outlined<V>([=, &ahead](auto) YOSO_INLINE_LAMBDA {
+    if constexpr (to_queries)
+      multiply<V>(nq, D, nk, AllRows<const T>{weights, stride}, 1, key_rows, query_rows, ahead);
+    else
+      multiply<V>(nk, D, nq, AllRows<const T>{weights, 1}, stride, query_rows, key_rows, ahead);
+  });
 }
 
 // Adds rows times their weights to the sums of the other side through V^T K or G^T Q, whose cost is linear in the
 // bucket's size.
 template <class V, class Sizes, class T = Element<V>>
-YOSO_INLINE void add_through_product(Sizes sizes, const Side<T>& from, const int32_t* from_order, int64_t num_from,
+YOSO_INLINE void add_through_product(Sizes sizes, Side<T>& from, const int32_t* from_order, int64_t num_from,
                                      Side<T>& to, const int32_t* to_order, int64_t num_to, Scratch<T>& scratch) {
   const auto D = sizes.columns, Dv = sizes.value_columns;
+  const int64_t stride = from.stride;
   const AllRows<T> product{scratch.product.data(), D}, others{scratch.tile.data(), Dv};
   scratch.product.zero();
   for (int64_t i = 0; i < num_from; i += kTileRows) {
     const int64_t rows = std::min(kTileRows, num_from - i);
-    const PickedRows<const T> other{from.other.data(), Dv, from_order + i}, unit{from.unit.data(), D, from_order + i};
+    const PickedRows<const T> other{from.other(), stride, from_order + i}, unit{from.unit(), stride, from_order + i};
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t c = 0; c < Dv; c += kLanes<V>) store<V>(others[row] + c, load<V>(other[row] + c));
     multiply<V>(Dv, D, rows, AllRows<T>{others.data, 1}, Dv, unit, product);
   }
   for (int64_t i = 0; i < num_to; i += kTileRows) {
-    const PickedRows<T> other{to.other.data(), Dv, to_order + i}, sum{to.sum.data(), D, to_order + i};
+    const PickedRows<T> other{to.other(), stride, to_order + i}, sum{to.sum(), stride, to_order + i};
     multiply<V>(std::min(kTileRows, num_to - i), D, Dv, other, 1, product, sum);
   }
 }
 
-// Adds a hash function's keys times their weights to the queries' sums, or queries to the keys'.
+// The same of the buckets that cost less through products.
 template <class V, bool to_queries, class Sizes, class T = Element<V>>
-YOSO_INLINE void add_rows(Sizes sizes, Side<T>& queries, Side<T>& keys, Scratch<T>& scratch,
-                          const Listed<T>& listed) {
-  constexpr int64_t L = kLanes<V>;
-  const auto D = sizes.columns;
-  T* const query_rows = (to_queries ? queries.sum : queries.unit).data();
-  T* const key_rows = (to_queries ? keys.unit : keys.sum).data();
-  const int32_t *query_of = listed.query_of.data(), *key_of = listed.key_of.data();
-  for (int64_t pair = 0; pair < listed.num_pairs; ++pair) {
-    const int64_t next = std::min(pair + kPairsAhead, listed.num_pairs - 1);
-    prefetch(query_rows + query_of[next] * D, D);
-    prefetch(key_rows + key_of[next] * D, D);
-    const T weight = listed.pair_weights[pair];
-    T *query = query_rows + query_of[pair] * D, *key = key_rows + key_of[pair] * D;
-    T* const sum = to_queries ? query : key;
-    const T* const unit = to_queries ? key : query;
-    for (int64_t c = 0; c < D; c += L) store<V>(sum + c, load<V>(sum + c) + weight * load<V>(unit + c));
-  }
+YOSO_INLINE void add_large(Sizes sizes, Side<T>& queries, Side<T>& keys, Scratch<T>& scratch,
+                           const Listed<T>& listed) {
   for (const Bucket& bucket : listed.large) {
     if constexpr (to_queries)
       add_through_product<V>(sizes, keys, bucket.keys, bucket.num_keys, queries, bucket.queries, bucket.num_queries,
@@ -241,74 +274,126 @@ YOSO_INLINE void add_rows(Sizes sizes, Side<T>& queries, Side<T>& keys, Scratch<
       add_through_product<V>(sizes, queries, bucket.queries, bucket.num_queries, keys, bucket.keys, bucket.num_keys,
                              scratch);
   }
-  Ahead<T, decltype(sizes.columns)> ahead{query_rows, key_rows, D, D};
+}
+
+// Calls f(tile, ahead), which fetches the next tile's rows ahead: of each the `columns` from queries and keys on.
+template <class Sizes, class T, class Columns, class F>
+YOSO_INLINE void for_tiles(Sizes sizes, const Listed<T>& listed, const T* queries, const T* keys, Columns columns,
+                           const F& f) {
+  using Fetched = FetchedRows<T, decltype(sizes.stride), Columns>;
+  Ahead<Fetched> ahead{{queries, sizes.stride, columns}, {keys, sizes.stride, columns}};
   const int64_t num_tiles = listed.tiles.size();
   for (int64_t i = 0; i < num_tiles; ++i) {
-    const BucketTile& tile = listed.tiles[i];
     if (i + 1 < num_tiles) ahead.point_to(listed.tiles[i + 1].rows, kTileRows);
-    const int64_t nq = tile.rows.num_queries, nk = tile.rows.num_keys, stride = tile.stride;
-    const PickedRows<T, decltype(sizes.columns)> query{query_rows, D, tile.rows.queries};
-    const PickedRows<T, decltype(sizes.columns)> key{key_rows, D, tile.rows.keys};
-    const T* const weights = listed.weights.data() + tile.weights;
-    outlined<V>([=, &ahead](auto) YOSO_INLINE_LAMBDA {
-      if constexpr (to_queries)
-        multiply<V>(nq, D, nk, AllRows<const T>{weights, stride}, 1, key, query, ahead);
-      else
-        multiply<V>(nk, D, nq, AllRows<const T>{weights, 1}, stride, query, key, ahead);
-    });
+    f(listed.tiles[i], ahead);
     ahead.finish();
   }
 }
 
 // How many columns the rows of both sides have: known to the compiler for the usual sizes, but in float64, which is
 // there to be right.
-template <class Columns>
+template <class Columns, class Stride>
 struct SizesOf {
   Columns columns, value_columns;
+  Stride stride;
 };
 template <int64_t columns>
-using Fixed = SizesOf<std::integral_constant<int64_t, columns>>;
+using Fixed = SizesOf<std::integral_constant<int64_t, columns>, std::integral_constant<int64_t, 3 * columns>>;
+
+// Calls f(bytes of a vector, sizes, part), a YOSO_INLINE_LAMBDA, for each of `parts` in parallel.
+template <class T, class F>
+void for_parts(const Side<T>& queries, int64_t parts, const F& f) {
+  parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+    vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
+      const auto run = [&](auto sizes) YOSO_INLINE_LAMBDA {
+        for (int64_t part = first; part < last; ++part) f(bytes, sizes, part);
+      };
+      const int64_t columns = queries.columns, value_columns = queries.other_columns;
+      if constexpr (sizeof(T) < 8) {
+        if (columns == 32 && value_columns == 32) return run(Fixed<32>{});
+        if (columns == 64 && value_columns == 64) return run(Fixed<64>{});
+      }
+      run(SizesOf<int64_t, int64_t>{columns, value_columns, queries.stride});
+    });
+  });
+}
 
 // Adds the hash functions from `begin` to `end` to the sums: threads share their buckets, each with a scratch of its
 // own. A pass over gradients and values gives the weights of all pairs, one over keys and the queries' sums, and one
 // over queries and the keys' sums: each reads and writes a third of what one pass would, in random order.
 template <class T>
-void add_hashes(Side<T>& queries, Side<T>& keys, int64_t begin, int64_t end, std::vector<Scratch<T>>& scratches) {
+void add_in_passes(Side<T>& queries, Side<T>& keys, int64_t begin, int64_t end, std::vector<Scratch<T>>& scratches) {
   const int64_t parts = scratches.size();
-  const auto for_parts = [&](const auto& f) {
-    parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
-      vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
-        const auto run = [&](auto sizes) YOSO_INLINE_LAMBDA {
-          for (int64_t part = first; part < last; ++part) f(bytes, sizes, part);
-        };
-        const int64_t columns = queries.columns, value_columns = queries.other_columns;
-        if constexpr (sizeof(T) < 8) {
-          if (columns == 32 && value_columns == 32) return run(Fixed<32>{});
-          if (columns == 64 && value_columns == 64) return run(Fixed<64>{});
-        }
-        run(SizesOf<int64_t>{columns, value_columns});
-      });
-    });
-  };
-  const auto add = [&](auto to_queries) {
-    for (int64_t hash = begin; hash < end; ++hash)
-      for_parts([&](auto bytes, auto sizes, int64_t part) YOSO_INLINE_LAMBDA {
-        Scratch<T>& scratch = scratches[part];
-        add_rows<Vector<T, bytes()>, to_queries()>(sizes, queries, keys, scratch, scratch.hashes[hash - begin]);
-      });
-  };
-  for_parts([&](auto bytes, auto sizes, int64_t part) YOSO_INLINE_LAMBDA {
+  for_parts(queries, parts, [&](auto bytes, auto sizes, int64_t part) YOSO_INLINE_LAMBDA {
+    using V = Vector<T, bytes()>;
     Scratch<T>& scratch = scratches[part];
     for (int64_t hash = begin; hash < end; ++hash) {
       Listed<T>& listed = scratch.hashes[hash - begin];
       list_buckets(sizes, SharedBuckets(queries.buckets, keys.buckets, hash),
                    first_bucket(queries.buckets, keys.buckets, hash, part, parts),
-                   first_bucket(queries.buckets, keys.buckets, hash, part + 1, parts), scratch.numbers.data(), listed);
-      weigh_pairs<Vector<T, bytes()>>(sizes, queries, keys, scratch, listed);
+                   first_bucket(queries.buckets, keys.buckets, hash, part + 1, parts), true, scratch.numbers.data(),
+                   listed);
+      weigh_pairs<V>(sizes, queries, keys, listed, 0, listed.num_pairs);
+      for_tiles(sizes, listed, queries.other(), keys.other(), sizes.value_columns,
+                [&](const BucketTile& tile, auto& ahead) YOSO_INLINE_LAMBDA {
+                  weigh_tile<V>(sizes, queries, keys, scratch, listed, tile, ahead);
+                });
     }
   });
+  const auto add = [&](auto to_queries) {
+    for (int64_t hash = begin; hash < end; ++hash)
+      for_parts(queries, parts, [&](auto bytes, auto sizes, int64_t part) YOSO_INLINE_LAMBDA {
+        using V = Vector<T, bytes()>;
+        Scratch<T>& scratch = scratches[part];
+        const Listed<T>& listed = scratch.hashes[hash - begin];
+        add_pairs<V, to_queries()>(sizes, queries, keys, listed, 0, listed.num_pairs);
+        add_large<V, to_queries()>(sizes, queries, keys, scratch, listed);
+        for_tiles(sizes, listed, to_queries() ? queries.sum() : queries.unit(),
+                  to_queries() ? keys.unit() : keys.sum(), sizes.columns,
+                  [&](const BucketTile& tile, auto& ahead) YOSO_INLINE_LAMBDA {
+                    add_tile<V, to_queries()>(sizes, queries, keys, listed, tile, ahead);
+                  });
+      });
+  };
   add(std::true_type{});
   add(std::false_type{});
+}
+
+// Adds one hash function to the sums, all three products of a tile after each other: whole rows are read.
+template <class T>
+void add_at_once(Side<T>& queries, Side<T>& keys, int64_t hash, std::vector<Scratch<T>>& scratches) {
+  const int64_t parts = scratches.size();
+  for_parts(queries, parts, [&](auto bytes, auto sizes, int64_t part) YOSO_INLINE_LAMBDA {
+    using V = Vector<T, bytes()>;
+    Scratch<T>& scratch = scratches[part];
+    Listed<T>& listed = scratch.hashes[0];
+    list_buckets(sizes, SharedBuckets(queries.buckets, keys.buckets, hash),
+                 first_bucket(queries.buckets, keys.buckets, hash, part, parts),
+                 first_bucket(queries.buckets, keys.buckets, hash, part + 1, parts), false, scratch.numbers.data(),
+                 listed);
+    for (int64_t first = 0; first < listed.num_pairs; first += kLanes<V>) {
+      const int64_t last = std::min(first + kLanes<V>, listed.num_pairs);
+      weigh_pairs<V>(sizes, queries, keys, listed, first, last);
+      add_pairs<V, true>(sizes, queries, keys, listed, first, last);
+      add_pairs<V, false>(sizes, queries, keys, listed, first, last);
+    }
+    add_large<V, true>(sizes, queries, keys, scratch, listed);
+    add_large<V, false>(sizes, queries, keys, scratch, listed);
+    for_tiles(sizes, listed, queries.unit(), keys.unit(), sizes.stride,
+              [&](const BucketTile& tile, auto& ahead) YOSO_INLINE_LAMBDA {
+                weigh_tile<V>(sizes, queries, keys, scratch, listed, tile, ahead);
+                add_tile<V, true>(sizes, queries, keys, listed, tile, ahead);
+                add_tile<V, false>(sizes, queries, keys, listed, tile, ahead);
+              });
+  });
+}
+
+// Whether passes over so many bytes of a head take less time than all at once. They find rows in a second-level cache
+// that would come from the third: a gain with 2 MB of the one and a slow other (Intel), none with 1 MB and a quick one
+// (Zen 5), where the weights that are kept cost more.
+inline bool passes_pay(int64_t pass_bytes) {
+  const int64_t cache_bytes = second_level_bytes();
+  return pass_bytes <= (cache_bytes >= 2 << 20 ? 8 * cache_bytes : cache_bytes / 2);
 }
 
 template <class T, class Code>
@@ -322,12 +407,15 @@ void sampled_backward(const InputRows& grad, const InputRows& query, const Input
   const Code* all_key_codes = static_cast<const Code*>(key_codes.const_data_ptr());
   const auto bucket_of = [](Code code) { return static_cast<uint32_t>(code); };
 
+  const int64_t pass_bytes = (N + M) * std::max(columns, value_columns) * int64_t{sizeof(T)};
+  const bool in_passes = passes_pay(pass_bytes);
   // The parallel loops within run one after the other where the loop over heads is parallel already. No two buckets
   // of a hash function share a row, so the result does not depend on how they are divided.
   const auto add_heads = [&](int64_t begin, int64_t end, int64_t parts) {
     Side<T> queries(N, columns, value_columns, m, table_size), keys(M, columns, value_columns, m, table_size);
     std::vector<Scratch<T>> scratches;
-    for (int64_t part = 0; part < parts; ++part) scratches.emplace_back(queries, keys);
+    for (int64_t part = 0; part < parts; ++part) 
+      scratches.emplace_back(queries, keys, in_passes ? kHashesTogether : 1);
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
       const int64_t batch = batch_head / H, head = batch_head % H;
       parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
@@ -339,8 +427,11 @@ void sampled_backward(const InputRows& grad, const InputRows& query, const Input
       });
       sort_codes(queries.buckets, all_query_codes + batch_head * m * N, keys.buckets,
                  all_key_codes + batch_head * m * M, m, bucket_of);
-      for (int64_t hash = 0; hash < m; hash += kHashesTogether)
-        add_hashes(queries, keys, hash, std::min(hash + kHashesTogether, m), scratches);
+      if (in_passes)
+        for (int64_t hash = 0; hash < m; hash += kHashesTogether)
+          add_in_passes(queries, keys, hash, std::min(hash + kHashesTogether, m), scratches);
+      else
+        for (int64_t hash = 0; hash < m; ++hash) add_at_once(queries, keys, hash, scratches);
       parallel_for(0, N + M, 1024, [&](int64_t first, int64_t last) {
         vectorized([&](auto bytes) YOSO_INLINE_LAMBDA {
           using V = Vector<T, bytes()>;
@@ -351,9 +442,7 @@ void sampled_backward(const InputRows& grad, const InputRows& query, const Input
       });
     }
   };
-  // of a pass
-  const int64_t head_bytes = (N + M) * std::max(columns, value_columns) * int64_t{sizeof(T)};
-  for_bucket_heads(B * H, N + M, head_bytes, add_heads);
+  for_bucket_heads(B * H, N + M, in_passes ? pass_bytes : 3 * pass_bytes, add_heads);
 }
 
 std::tuple<Tensor, Tensor, Tensor> sampled_attention_backward_cpu(const Tensor& grad, const Tensor& query,

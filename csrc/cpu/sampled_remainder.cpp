@@ -304,7 +304,9 @@ YOSO_INLINE void add_buckets(Sizes sizes, RemainderRows<T>& queries, RemainderRo
     }
   }
   add_pairs(num_pairs);
-  Ahead<T, int64_t> ahead{queries.rows.data(), keys.rows.data(), queries.stride, keys.stride};
+  using Fetched = FetchedRows<T, int64_t, int64_t>;
+  Ahead<Fetched> ahead{{queries.rows.data(), queries.stride, queries.stride},
+                       {keys.rows.data(), keys.stride, keys.stride}};
   for (int64_t i = 0; i < count; ++i) {
     if (i + 1 < count) ahead.point_to(buckets[listed[i + 1]], kBucketRows);
     const Bucket bucket = buckets[listed[i]];

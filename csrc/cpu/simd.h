@@ -16,6 +16,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 #define YOSO_INLINE inline __attribute__((always_inline))
@@ -150,6 +151,16 @@ constexpr int64_t kRowsAhead = 16;
 
 // what the rows of all threads may take before they overflow a third-level cache
 constexpr int64_t kThirdLevelBytes = 24 << 20;
+
+// The size of a second-level cache, 0 where it is not known.
+inline int64_t second_level_bytes() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  static const int64_t bytes = std::max(0L, sysconf(_SC_LEVEL2_CACHE_SIZE));
+  return bytes;
+#else
+  return 0;
+#endif
+}
 
 constexpr size_t kHugePage = 1 << 21;
 
