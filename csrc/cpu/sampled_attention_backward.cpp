@@ -390,10 +390,10 @@ void add_at_once(Side<T>& queries, Side<T>& keys, int64_t hash, std::vector<Scra
 
 // Whether passes over so many bytes of a head take less time than all at once. They find rows in a second-level cache
 // that would come from the third: a gain with 2 MB of the one and a slow other (Intel), none with 1 MB and a quick one
-// (Zen 5), where the weights that are kept cost more.
+// (Zen 5), where they take as long up to a sixteenth of it, and then longer, for the weights that are kept.
 inline bool passes_pay(int64_t pass_bytes) {
   const int64_t cache_bytes = second_level_bytes();
-  return pass_bytes <= (cache_bytes >= 2 << 20 ? 8 * cache_bytes : cache_bytes / 2);
+  return pass_bytes <= (cache_bytes >= 2 << 20 ? 8 * cache_bytes : cache_bytes / 16);
 }
 
 template <class T, class Code>
