@@ -414,7 +414,7 @@ void sampled_backward(const InputRows& grad, const InputRows& query, const Input
   const auto add_heads = [&](int64_t begin, int64_t end, int64_t parts) {
     Side<T> queries(N, columns, value_columns, m, table_size), keys(M, columns, value_columns, m, table_size);
     std::vector<Scratch<T>> scratches;
-    for (int64_t part = 0; part < parts; ++part) 
+    for (int64_t part = 0; part < parts; ++part)
       scratches.emplace_back(queries, keys, in_passes ? kHashesTogether : 1);
     for (int64_t batch_head = begin; batch_head < end; ++batch_head) {
       const int64_t batch = batch_head / H, head = batch_head % H;
