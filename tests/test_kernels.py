@@ -214,6 +214,18 @@ def test_a_row_has_the_same_codes_wherever_it_lies(columns, dtype):
             assert torch.equal(functions.codes(key[:1, :, row : row + 1]), codes[:1, :, :, row : row + 1])
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("columns", [64, 32, 33])
+def test_hash_codes_of_zeros_are_zero(columns, dtype):
+    """No projection is positive, whatever the signs of the zeros."""
+    inputs = Inputs("random", (1, 3, 5, 77, columns, 8, 33, 9), dtype)
+    inputs.mask = None
+    inputs.key[:, :, ::3] = 0
+    inputs.key[:, :, ::6] = -0.0
+    for codes in inputs.hashes(ops, dtype):
+        assert (codes == 0).all(dim=(0, 1, 2)).nonzero().flatten().tolist() == list(range(0, 77, 3))
+
+
 @pytest.mark.parametrize("byte", [2, 4, 255])
 def test_any_byte_but_zero_of_a_mask_is_true(byte):
     """As a view of other bytes has them."""
