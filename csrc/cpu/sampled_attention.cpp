@@ -79,14 +79,12 @@ struct Slice {
     constexpr int64_t kColumns = W * kLanes<V>;
     const Code *to = key_codes + hash * num_keys, *from = query_codes + hash * num_queries;
     const int64_t table = table_size * kColumns;
-    if (table_size <= num_queries + num_keys) {
+    if (table_size <= num_queries) {
       std::memset(tables, 0, G * table * sizeof(Element<V>));
     } else {
-      // a table that is larger than the rows is never swept as a whole
-      for (int g = 0; g < G; ++g) {
-        zero_buckets<V, W>(to + g * num_keys, num_keys, tables + g * table, table_size);
+      // buckets that no query reads may hold anything
+      for (int g = 0; g < G; ++g)
         zero_buckets<V, W>(from + g * num_queries, num_queries, tables + g * table, table_size);
-      }
     }
     constexpr int kTogether = G < 2 ? G : 2;
     for (int g = 0; g < G; g += kTogether)
