@@ -561,6 +561,17 @@ def test_remainder_kernels_are_as_accurate_as_pytorch_where_logarithms_are_large
     assert error <= 2 * bound + 4 * torch.finfo(torch.float32).eps
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_remainder_kernels_are_as_accurate_as_pytorch_where_all_logarithms_are_beyond_the_largest(dtype):
+    """There exp no longer grows, and of the slope of what it has beyond 1 + x that of -x is left."""
+    inputs = Inputs("equal", (1, 2, 70, 65, 64, 64, 5, 3), dtype)
+    inputs.query *= 5
+    inputs.key *= 5
+    # of both shifts
+    assert (inputs.query @ inputs.key.mT).min() / 8 > 60 + math.log(2) * inputs.shift.max()
+    assert_as_accurate_as_pytorch(inputs.remainder, dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_remainder_of_rows_of_length_zero_is_zero(dtype):
     inputs = Inputs("random", (1, 2, 90, 100, 64, 64, 3, 3), dtype)
