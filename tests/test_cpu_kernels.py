@@ -159,7 +159,7 @@ def test_same_bits_where_the_number_of_threads_decides_what_fits_the_cache():
 
 @pytest.mark.parametrize("columns", [16, 64])
 def test_a_long_head_has_the_gradients_of_its_parts(columns):
-    """Of parts without shared buckets: they need little of a cache, the whole all; the backward goes other ways."""
+    """Of parts that share no bucket. Short and long heads go over their buckets in different orders."""
     rows, used_codes, num_hash = 250, 32, 9
     parts = (40 << 20) // (2 * rows * columns * 4)
     query, key, value, grad = torch.randn(4, parts, 1, rows, columns)

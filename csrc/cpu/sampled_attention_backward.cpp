@@ -113,12 +113,16 @@ struct PairNumbers {
 };
 constexpr PairNumbers kPairNumbers;
 
-// Lists a hash function's buckets from `begin` to `end`. Weights of all tiles have their place if they are kept, those
-// of one if not.
+// Lists a part of a hash function's buckets. Weights of all tiles have their place if they are kept, those of one if
+// not.
 template <class Sizes, class T>
-YOSO_INLINE void list_buckets(Sizes sizes, const SharedBuckets& buckets, int64_t begin, int64_t end, bool kept,
-                              int32_t* numbers, Listed<T>& listed) {
-  const int64_t D = sizes.columns, Dv = sizes.value_columns, num_shared = buckets.list(begin, end, numbers);
+YOSO_INLINE void list_buckets(Sizes sizes, const Side<T>& queries, const Side<T>& keys, int64_t hash, int64_t part,
+                              int64_t parts, bool kept, int32_t* numbers, Listed<T>& listed) {
+  const int64_t D = sizes.columns, Dv = sizes.value_columns;
+  const SharedBuckets buckets(queries.buckets, keys.buckets, hash);
+  const int64_t begin = first_bucket(queries.buckets, keys.buckets, hash, part, parts);
+  const int64_t end = first_bucket(queries.buckets, keys.buckets, hash, part + 1, parts);
+  const int64_t num_shared = buckets.list(begin, end, numbers);
   // which of these have few pairs cannot be foretold either: all write pairs, and those that have more are overwritten
   int32_t *query_of = listed.query_of.data(), *key_of = listed.key_of.data();
   int64_t num_pairs = 0, num_larger = 0;
@@ -329,10 +333,7 @@ void add_in_passes(Side<T>& queries, Side<T>& keys, int64_t begin, int64_t end, 
     Scratch<T>& scratch = scratches[part];
     for (int64_t hash = begin; hash < end; ++hash) {
       Listed<T>& listed = scratch.hashes[hash - begin];
-      list_buckets(sizes, SharedBuckets(queries.buckets, keys.buckets, hash),
-                   first_bucket(queries.buckets, keys.buckets, hash, part, parts),
-                   first_bucket(queries.buckets, keys.buckets, hash, part + 1, parts), true, scratch.numbers.data(),
-                   listed);
+      list_buckets(sizes, queries, keys, hash, part, parts, true, scratch.numbers.data(), listed);
       weigh_pairs<V>(sizes, queries, keys, listed, 0, listed.num_pairs);
       for_tiles(sizes, listed, queries.other(), keys.other(), sizes.value_columns,
                 [&](const BucketTile& tile, auto& ahead) YOSO_INLINE_LAMBDA {
@@ -367,10 +368,7 @@ void add_at_once(Side<T>& queries, Side<T>& keys, int64_t hash, std::vector<Scra
     using V = Vector<T, bytes()>;
     Scratch<T>& scratch = scratches[part];
     Listed<T>& listed = scratch.hashes[0];
-    list_buckets(sizes, SharedBuckets(queries.buckets, keys.buckets, hash),
-                 first_bucket(queries.buckets, keys.buckets, hash, part, parts),
-                 first_bucket(queries.buckets, keys.buckets, hash, part + 1, parts), false, scratch.numbers.data(),
-                 listed);
+    list_buckets(sizes, queries, keys, hash, part, parts, false, scratch.numbers.data(), listed);
     for (int64_t first = 0; first < listed.num_pairs; first += kLanes<V>) {
       const int64_t last = std::min(first + kLanes<V>, listed.num_pairs);
       weigh_pairs<V>(sizes, queries, keys, listed, first, last);
