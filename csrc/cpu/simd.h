@@ -39,6 +39,10 @@ __attribute__((target("arch=x86-64-v3"), noinline)) void run_avx2(const F& f) {
   f(Width<32>{});
 }
 #endif
+template <class F>
+__attribute__((noinline)) void run_baseline(const F& f) {
+  f(Width<16>{});
+}
 
 // Calls f(Width) compiled for the processor's instruction set. f must be a YOSO_INLINE_LAMBDA, and what it calls in
 // its loops YOSO_INLINE: anything else stays compiled for the portable baseline.
@@ -48,7 +52,7 @@ void vectorized(const F& f) {
   if (cpu_capability() >= Capability::kAvx512) return run_avx512(f);
   if (cpu_capability() == Capability::kAvx2) return run_avx2(f);
 #endif
-  f(Width<16>{});
+  run_baseline(f);
 }
 
 template <class T, int Bytes>
@@ -81,7 +85,7 @@ YOSO_INLINE void outlined(const F& f) {
   if constexpr (sizeof(V) == 64) return run_avx512(f);
   if constexpr (sizeof(V) == 32) return run_avx2(f);
 #endif
-  f(Width<sizeof(V)>{});
+  run_baseline(f);
 }
 
 template <class V>
