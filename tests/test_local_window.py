@@ -20,7 +20,8 @@ from yoso_hf import HashFunctions, ops, reference, yoso_attention
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [pytest.param(ops, id="ops"), reference])
 # B, H, N, D, Dv, num_hash, hash_code_len and the window: odd sizes, one token, several blocks of the reference and of
-# hash functions, codes of 16 bits, windows of nothing but the position itself, within a tile and beyond the length
+# hash functions, codes of 16 bits, windows of nothing but the position itself, within a tile, beyond the length and
+# one position into the next tile
 SHAPES = [
     ((2, 2, 63, 64, 64, 6, 9), 10),
     ((1, 1, 1, 8, 5, 1, 3), 4),
@@ -29,6 +30,7 @@ SHAPES = [
     ((1, 2, 130, 128, 65, 5, 12), 64),
     ((1, 1, 601, 16, 16, 3, 4), 290),
     ((1, 2, 90, 24, 32, 9, 5), 10**12),
+    ((1, 1, 200, 12, 9, 4, 3), 1),
 ]
 
 
