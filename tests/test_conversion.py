@@ -25,6 +25,7 @@ from transformers import (
     AutoTokenizer,
     BertTokenizer,
     CamembertTokenizer,
+    DistilBertTokenizer,
     XLMRobertaTokenizer,
 )
 
@@ -45,8 +46,11 @@ SIZES = {
     "intermediate_size": 48,
     "layer_norm_eps": 1e-6,
 }
+# by DistilBERT's names
+DISTILBERT_SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
 KINDS = {
     "bert": ("Bert", {"max_position_embeddings": POSITIONS, "type_vocab_size": 3}),
+    "distilbert": ("DistilBert", {"max_position_embeddings": POSITIONS, **DISTILBERT_SIZES}),
     "electra": ("Electra", {"max_position_embeddings": POSITIONS, "type_vocab_size": 2, "embedding_size": 32}),
     "roberta": ("Roberta", {"max_position_embeddings": POSITIONS + 2, "type_vocab_size": 1}),
     "xlm-roberta": ("XLMRoberta", {"max_position_embeddings": POSITIONS + 2, "type_vocab_size": 1}),
@@ -56,6 +60,7 @@ HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "
 LOGITS = ("logits", "prediction_logits", "start_logits", "end_logits")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 YOSO_TABLE = "yoso.embeddings.position_embeddings.weight"
+TYPE_TABLE = "yoso.embeddings.token_type_embeddings.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +86,13 @@ def tokenizers():
     letters = string.ascii_lowercase + string.digits + string.punctuation
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     pieces = [*special, *letters, *("##" + letter for letter in letters), "the", "##ing", "is"]
-    word_piece = BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)})
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    word_piece = BertTokenizer(vocab=vocab)
     unigram = [(piece, 0.0) for piece in ("<s>", "<pad>", "</s>", "<unk>")]
     unigram += [("▁", -2.0), ("▁the", -2.5), *((letter, -4.0) for letter in string.ascii_letters), ("<mask>", 0.0)]
     return {
         "bert": word_piece,
+        "distilbert": DistilBertTokenizer(vocab=vocab),
         "electra": word_piece,
         "roberta": byte_level,
         "xlm-roberta": XLMRobertaTokenizer(vocab=unigram),
@@ -96,7 +103,13 @@ def tokenizers():
 def make_config(kind, tokenizer, **changes):
     prefix, sizes = KINDS[kind]
     special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    settings = SIZES | sizes | special | {"vocab_size": len(tokenizer), "num_labels": 5} | changes
+    settings = (
+        ({} if kind == "distilbert" else SIZES)
+        | sizes
+        | special
+        | {"vocab_size": len(tokenizer), "num_labels": 5}
+        | changes
+    )
     return getattr(transformers, f"{prefix}Config")(**settings)
 
 
@@ -108,7 +121,7 @@ def make_model(kind, task, tokenizer, *, uniform=True, **changes):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-            if uniform and ".self.query." in name:
+            if uniform and (".self.query." in name or ".q_lin." in name):
                 parameter.zero_()
     return model
 
@@ -132,8 +145,10 @@ def make_inputs(model, tokenizer):
     input_ids[input_ids == tokenizer.pad_token_id] = tokenizer.mask_token_id
     attention_mask = torch.ones_like(input_ids)
     input_ids[1, -6:], attention_mask[1, -6:] = tokenizer.pad_token_id, 0
-    token_type_ids = torch.randint(model.config.type_vocab_size, input_ids.shape)
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if (types := getattr(model.config, "type_vocab_size", None)) is not None:
+        inputs["token_type_ids"] = torch.randint(types, input_ids.shape)
+    return inputs
 
 
 @torch.no_grad()
@@ -157,7 +172,9 @@ def check_lists(report, source, target):
     """Every weight is accounted for, once."""
     assert set(report.mapped.values()) | set(report.dropped) == set(source)
     assert not set(report.mapped.values()) & set(report.dropped)
-    assert report.mapped.keys() | set(report.new) == target.keys()
+    zeros = {TYPE_TABLE} - report.mapped.keys() if "DistilBert" in report.source_architecture else set()
+    assert report.mapped.keys() | set(report.new) | zeros == target.keys()
+    assert not any(target[name].any() for name in zeros)
     assert not report.mapped.keys() & set(report.new)
     for new, old in report.mapped.items():
         if new != YOSO_TABLE:
@@ -185,7 +202,7 @@ def test_outputs_are_those_of_the_original(kind, task, tokenizers, tmp_path):
 
 
 @pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "roberta", "electra"])
 def test_output_embeddings_tied_or_not(kind, tie, tokenizers, tmp_path):
     tokenizer = tokenizers[kind]
     original = make_model(kind, "ForMaskedLM", tokenizer, tie_word_embeddings=tie)
@@ -356,6 +373,74 @@ def test_settings_are_carried_over(tokenizers, tmp_path):
     assert settings == (16, 64, 0, "auto")
 
 
+@torch.no_grad()
+def test_multiple_choice_of_distilbert(tokenizers, tmp_path):
+    """Its head has a relu, as Yoso's, where those of others have not."""
+    tokenizer = tokenizers["distilbert"]
+    original = make_model("distilbert", "ForMultipleChoice", tokenizer)
+    save(original, tokenizer, tmp_path / "original")
+    report = convert_checkpoint(tmp_path / "original", tmp_path / "yoso")
+    converted = load(tmp_path / "yoso")
+    check_lists(report, original.state_dict(), converted.state_dict())
+    assert not report.new and not report.dropped
+    # two questions of three choices
+    inputs = {name: x.repeat(3, 1).reshape(2, 3, -1) for name, x in make_inputs(original, tokenizer).items()}
+    inputs["input_ids"] = torch.where(inputs["attention_mask"] > 0, inputs["input_ids"].roll(1, -1), 0)
+    expected = original(**inputs).logits
+    assert expected.std() > 0.05
+    torch.testing.assert_close(converted(**inputs).logits, expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("task", "dropout"),
+    [
+        ("ForSequenceClassification", "seq_classif_dropout was 0.4"),
+        ("ForQuestionAnswering", "qa_dropout was 0.5"),
+        ("ForTokenClassification", None),
+        ("ForMaskedLM", None),
+    ],
+)
+def test_settings_of_distilbert_are_carried_over(task, dropout, tokenizers, tmp_path):
+    changes = {
+        "activation": "relu",
+        "dropout": 0.2,
+        "attention_dropout": 0.3,
+        "seq_classif_dropout": 0.4,
+        "qa_dropout": 0.5,
+        "initializer_range": 0.05,
+        "sinusoidal_pos_embds": True,
+    }
+    tokenizer = tokenizers["distilbert"]
+    original = make_model("distilbert", task, tokenizer, **changes)
+    save(original, tokenizer, tmp_path / "original")
+    report = convert_checkpoint(tmp_path / "original", tmp_path / "yoso")
+    converted = load(tmp_path / "yoso")
+    check_same_outputs(original, converted, make_inputs(original, tokenizer))
+    expected = {
+        **{"hidden_act": "relu", "hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3},
+        **{"initializer_range": 0.05, "layer_norm_eps": 1e-12, "type_vocab_size": 2, "intermediate_size": 48},
+        "classifier_activation": "relu" if task == "ForSequenceClassification" else None,
+    }
+    assert {name: getattr(converted.config, name) for name in expected} == expected
+    notes = ["types of tokens add nothing until they are trained, as DistilBERT has none"]
+    assert report.notes == notes + ([f"the head's dropout becomes 0.2, {dropout}"] if dropout else [])
+
+
+def test_types_of_tokens_of_distilbert_can_be_trained(tokenizers, tmp_path):
+    tokenizer = tokenizers["distilbert"]
+    save(make_model("distilbert", "Model", tokenizer), tokenizer, tmp_path / "original")
+    convert_checkpoint(tmp_path / "original", tmp_path / "yoso")
+    model = load(tmp_path / "yoso")
+    inputs = tokenizer("the", "is the", return_tensors="pt")
+    assert "token_type_ids" not in inputs
+    types = torch.ones_like(inputs["input_ids"])
+    before, after = (model.base_model(**inputs, **more)[0] for more in ({}, {"token_type_ids": types}))
+    assert torch.equal(before, after)
+    after.square().sum().backward()
+    table = model.get_parameter(TYPE_TABLE)
+    assert table.grad[1].any() and not table.grad[0].any()
+
+
 REFUSED = {
     "embedding_size": ("electra", {"embedding_size": 16}, "embedding_size 16 and hidden_size 32"),
     "relative": ("bert", {"position_embedding_type": "relative_key_query"}, "position_embedding_type"),
@@ -366,7 +451,7 @@ REFUSED = {
     "quantized": ("bert", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized"),
     "class": ("bert", {"architectures": ["BertLMHeadModel"]}, "BertLMHeadModel"),
     "no class": ("bert", {"architectures": None}, "architectures None"),
-    "type": ("bert", {"model_type": "distilbert"}, "'distilbert'"),
+    "type": ("bert", {"model_type": "mobilebert"}, "'mobilebert'"),
     "pre-norm": ("bert", {"model_type": "xlm-roberta-xl"}, "'xlm-roberta-xl'"),
 }
 
@@ -439,7 +524,7 @@ def test_a_checkpoint_without_tokenizer(kind, tokenizers, tmp_path):
     make_model(kind, "ForMaskedLM", tokenizers[kind]).save_pretrained(source)
     report = convert_checkpoint(source, tmp_path / "yoso")
     assert not [path.name for path in (tmp_path / "yoso").iterdir() if "token" in path.name or "vocab" in path.name]
-    assert report.notes == [f"no tokenizer: {source} holds none"]
+    assert report.notes[-1] == f"no tokenizer: {source} holds none"
     for changes in ({"texts": TEXTS}, {"tokenizer_name": str(source)}):
         with pytest.raises(ValueError, match=f"{source} holds none: give another tokenizer_name"):
             convert_checkpoint(source, tmp_path / "other", **changes)
@@ -589,7 +674,7 @@ def test_half_precision_becomes_float32(tokenizers, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "roberta", "electra"])
 def test_outputs_are_the_originals_where_attention_is_exact(kind, tokenizers, tmp_path):
     tokenizer = tokenizers[kind]
     original = make_model(kind, "ForMaskedLM", tokenizer, uniform=False).eval()
@@ -690,6 +775,18 @@ def test_a_model_that_has_yoso_attention_already(kind, similarity, tokenizers, t
     check_same_outputs(original, converted, make_inputs(original, tokenizer))
     assert converted.config.lsh_backward is (similarity == "softmax")
     assert not report.notes
+
+
+def test_layers_of_distilbert_get_hash_functions_of_their_own(tokenizers, tmp_path):
+    tokenizer = tokenizers["distilbert"]
+    attention = {"yoso_similarity": "cosine", "yoso_use_expectation": False, "yoso_hash_code_len": 3}
+    original = make_model("distilbert", "ForMaskedLM", tokenizer, uniform=False, **attention)
+    save(original, tokenizer, tmp_path / "original")
+    report = convert_checkpoint(tmp_path / "original", tmp_path / "yoso", use_expectation=True)
+    assert any("DistilBERT's layers share theirs" in note for note in report.notes)
+    original.config.yoso_use_expectation = True
+    original.set_attn_implementation("yoso")
+    check_same_outputs(original, load(tmp_path / "yoso"), make_inputs(original, tokenizer))
 
 
 def test_an_exact_gradient_becomes_the_lower_bound_and_is_noted(tokenizers, tmp_path):

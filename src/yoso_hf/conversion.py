@@ -71,6 +71,7 @@ MASKED_SHARE = 0.15
 _CLASS_PREFIXES = {
     "bert": "Bert",
     "camembert": "Camembert",
+    "distilbert": "DistilBert",
     "electra": "Electra",
     "roberta": "Roberta",
     "xlm-roberta": "XLMRoberta",
@@ -88,6 +89,7 @@ _TASKS = {
     "ForTokenClassification": (AutoModelForTokenClassification, YosoForTokenClassification),
 }
 _POSITION_TABLE = "yoso.embeddings.position_embeddings.weight"
+_TYPE_TABLE = "yoso.embeddings.token_type_embeddings.weight"
 # of a Yoso configuration, what is written anew
 _NOT_COPIED = (
     "model_type",
@@ -130,6 +132,36 @@ _MLM_PREFIXES = {
     "generator_lm_head.": "cls.predictions.decoder.",
 }
 _EXACT_GELU = ("gelu", "gelu_python")
+# DistilBERT, whose settings, layers and heads go by other names than BERT's: two of its settings are fixed, and it has
+# no types of tokens, of which Yoso's add nothing to its embeddings then
+_DISTILBERT_FIXED = {"layer_norm_eps": 1e-12, "type_vocab_size": 2}
+_DISTILBERT_SETTINGS = {
+    "intermediate_size": "hidden_dim",
+    "hidden_act": "activation",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}
+_DISTILBERT_HEAD_DROPOUT = {
+    "ForMultipleChoice": "seq_classif_dropout",
+    "ForQuestionAnswering": "qa_dropout",
+    "ForSequenceClassification": "seq_classif_dropout",
+}
+_DISTILBERT_LAYER = re.compile(r"transformer\.layer\.(\d+)\.(.*)")
+_DISTILBERT_LAYER_PREFIXES = {
+    "attention.q_lin.": "attention.self.query.",
+    "attention.k_lin.": "attention.self.key.",
+    "attention.v_lin.": "attention.self.value.",
+    "attention.out_lin.": "attention.output.dense.",
+    "sa_layer_norm.": "attention.output.LayerNorm.",
+    "ffn.lin1.": "intermediate.dense.",
+    "ffn.lin2.": "output.dense.",
+    "output_layer_norm.": "output.LayerNorm.",
+}
+_DISTILBERT_MLM_PREFIXES = {
+    "vocab_transform.": _MLM_TRANSFORM + "dense.",
+    "vocab_layer_norm.": _MLM_TRANSFORM + "LayerNorm.",
+    "vocab_projector.": "cls.predictions.decoder.",
+}
 # what has no counterpart, and why
 _DROPPED_PREFIXES = {
     "pooler.": "Yoso has no pooler",
@@ -203,7 +235,7 @@ class ConversionReport:
         original_positions, positions: how many tokens the original takes and how many the new checkpoint.
         position_method: "tile" or "interpolate", how the table was lengthened; "copy" or "cut" where it was not.
         mapped: by name of a new weight, the name of the original it was taken from.
-        new: names of weights that start at random.
+        new: names of weights that start at random; what starts at zero is in the notes.
         dropped: by name of an original weight, why it has no place.
         notes: what else differs from the original.
         comparison: how far the outputs moved; None where no texts were given.
@@ -263,6 +295,8 @@ class _Source:
     is_softmax: bool
     model: PreTrainedModel | None = None
     notes: list[str] = field(default_factory=list)
+    # new weights that are zero, as the original computes without them
+    zeros: tuple[str, ...] = ()
 
 
 def convert_checkpoint(
@@ -287,10 +321,10 @@ def convert_checkpoint(
     sentence-transformers stays one, with its pooling and what else follows.
 
     Args:
-        source: hub name or directory of a BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA or Yoso checkpoint; or a file of
-            YOSO's authors (cp-0249.model), with the config.json that it was trained with beside it or one
-            directory up. A checkpoint of attn_implementation="yoso" whose configuration has settings of it keeps the
-            attention it has.
+        source: hub name or directory of a BERT, DistilBERT, RoBERTa, XLM-R, CamemBERT, ELECTRA or Yoso checkpoint;
+            or a file of YOSO's authors (cp-0249.model), with the config.json that it was trained with beside it or
+            one directory up. A checkpoint of attn_implementation="yoso" whose configuration has settings of it keeps
+            the attention it has.
         output_dir: where to write; must not exist or be empty, unless overwrite is set.
         max_position_embeddings: longest sequence of the new model, >= 1; None: the original's.
         position_method: how the position table becomes longer. "tile" repeats it, as YOSO's authors do;
@@ -548,9 +582,9 @@ def _read_pretrained(source: str) -> _Source:
             dropped[name] = _why_dropped(name.removeprefix(base), target_class)
         else:
             mapped[target] = name
-    # ELECTRA's head holds its bias once
-    if "generator_lm_head.bias" in weights and "cls.predictions.decoder.bias" in mapped:
-        mapped["cls.predictions.bias"] = "generator_lm_head.bias"
+    # the heads of ELECTRA and DistilBERT hold their bias once
+    if (bias := mapped.get("cls.predictions.decoder.bias")) is not None:
+        mapped.setdefault("cls.predictions.bias", bias)
 
     absent = set(found["missing_keys"]) | {mismatch[0] for mismatch in found["mismatched_keys"]}
     needed = sorted(absent & set(mapped.values()))
@@ -566,7 +600,10 @@ def _read_pretrained(source: str) -> _Source:
         settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_COPIED}
         offset = POSITION_OFFSET
     else:
-        settings = {name: getattr(config, name, None) for name in _COPIED_SETTINGS}
+        is_distilbert = config.model_type == "distilbert"
+        names = _DISTILBERT_SETTINGS if is_distilbert else {}
+        settings = {name: getattr(config, names.get(name, name), None) for name in _COPIED_SETTINGS}
+        settings |= _DISTILBERT_FIXED if is_distilbert else {}
         settings |= {name: value for name, value in vars(config).items() if name in _SENTENCE_KEYS}
         if has_yoso_attention:
             settings |= _of_yoso_config(read_settings(config))
@@ -579,11 +616,16 @@ def _read_pretrained(source: str) -> _Source:
     read = _Source(type(model).__name__, target_class, settings, weights, mapped, dropped, offset, is_softmax, model)
     if has_yoso_attention and getattr(config, "yoso_backward", None) == "exact":
         read.notes.append("the gradient of query and key becomes the lower bound's, yoso_backward was 'exact'")
-    head_dropout = getattr(config, "classifier_dropout", None)
-    if head_dropout not in (None, config.hidden_dropout_prob):
-        read.notes.append(
-            f"the head's dropout becomes {config.hidden_dropout_prob}, classifier_dropout was {head_dropout}"
-        )
+    dropout_name = "classifier_dropout"
+    if config.model_type == "distilbert":
+        read.zeros = (_TYPE_TABLE,)
+        read.notes.append("types of tokens add nothing until they are trained, as DistilBERT has none")
+        if has_yoso_attention:
+            read.notes.append("every layer has hash functions of its own, DistilBERT's layers share theirs")
+        dropout_name = _DISTILBERT_HEAD_DROPOUT.get(task, "dropout")
+    dropout, head_dropout = settings["hidden_dropout_prob"], getattr(config, dropout_name, None)
+    if head_dropout not in (None, dropout):
+        read.notes.append(f"the head's dropout becomes {dropout}, {dropout_name} was {head_dropout}")
     return read
 
 
@@ -639,6 +681,12 @@ def _head_prefixes(config: PreTrainedConfig, target_class: type) -> tuple[dict[s
     """What the names of a head's weights begin with, here and there, and the activation inside a classifier."""
     if config.model_type == "yoso":
         return {prefix: prefix for prefix in ("cls.", "classifier.", "pre_classifier.", "qa_outputs.")}, None
+    if config.model_type == "distilbert":
+        if target_class is YosoForMaskedLM:
+            return _DISTILBERT_MLM_PREFIXES, None
+        if target_class is YosoForSequenceClassification:
+            return {"pre_classifier.": "classifier.dense.", "classifier.": "classifier.out_proj."}, "relu"
+        return {prefix: prefix for prefix in ("pre_classifier.", "classifier.", "qa_outputs.")}, None
     if target_class is YosoForMaskedLM:
         prefixes = {"cls.predictions.": "cls.predictions."}
         # these heads have a gelu, whatever hidden_act is, and Yoso's has hidden_act
@@ -655,6 +703,13 @@ def _head_prefixes(config: PreTrainedConfig, target_class: type) -> tuple[dict[s
 def _target_name(name: str, prefixes: dict[str, str]) -> str | None:
     if name.startswith(("embeddings.", "encoder.")):
         return f"yoso.{name}"
+    layer = _DISTILBERT_LAYER.fullmatch(name)
+    if layer is not None:
+        return f"yoso.encoder.layer.{layer[1]}.{_renamed(layer[2], _DISTILBERT_LAYER_PREFIXES)}"
+    return _renamed(name, prefixes)
+
+
+def _renamed(name: str, prefixes: dict[str, str]) -> str | None:
     for prefix, target in prefixes.items():
         if name.startswith(prefix):
             return target + name.removeprefix(prefix)
@@ -781,6 +836,7 @@ def _fill(model: YosoPreTrainedModel, read: _Source, positions: Tensor) -> list[
     weights = {target: read.weights[name] for target, name in read.mapped.items()}
     weights[_POSITION_TABLE] = F.pad(positions, (0, 0, POSITION_OFFSET, 0))
     own = model.state_dict()
+    weights |= {name: torch.zeros_like(own[name]) for name in read.zeros}
     if model.config.tie_word_embeddings and (tied := "cls.predictions.decoder.weight") in own:
         word_embeddings = "yoso.embeddings.word_embeddings.weight"
         read.mapped.setdefault(tied, read.mapped[word_embeddings])
