@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 import torch
@@ -212,9 +213,14 @@ def test_parameters_and_vectors_that_do_not_fit_are_refused(kind):
     x = torch.zeros(2, 2, 5, 16)
     with pytest.raises(ValueError, match=r"x must be float16, bfloat16, float32 or float64, got torch.int64"):
         functions.codes(x.long())
-    for mask in (torch.ones(2, 5), torch.ones(1, 5, dtype=torch.bool), torch.ones(2, 4, dtype=torch.bool)):
-        with pytest.raises(ValueError, match=rf"mask must be bool of shape \[2, 5\], got {mask.dtype} of"):
+    for mask, given in ((torch.ones(2, 5), "torch.float32"), ([[True] * 5] * 2, "list")):
+        with pytest.raises(ValueError, match=f"mask must be a tensor of bool, True for a real token, got {given}"):
             functions.codes(x, mask)
+    for shape in ((1, 5), (2, 4)):
+        with pytest.raises(ValueError, match=rf"mask must have shape \[2, 5\], got {re.escape(str(list(shape)))}"):
+            functions.codes(x, torch.ones(shape, dtype=torch.bool))
+    with pytest.raises(ValueError, match="mask is on meta, but its rows are on"):
+        functions.codes(x, torch.ones(2, 5, dtype=torch.bool, device="meta"))
     device = torch.get_default_device()
     with pytest.raises(ValueError, match=f"x is on meta, but the functions' parameters are on {device}"):
         functions.codes(x.to("meta"))

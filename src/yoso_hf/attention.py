@@ -17,6 +17,7 @@ from .hashing import (
     HashFunctions,
     check_floating,
     check_integer,
+    check_mask,
 )
 from .ops import (
     compiled_backends,
@@ -203,8 +204,8 @@ def yoso_attention(
         NotImplementedError: query, key or value has a tangent, as in torch.func.jvp.
     """
     _check(query, key, value, normalization, backward, expectation, similarity, local_window, scale)
-    _check_mask("key_mask", key_mask, key)
-    _check_mask("query_mask", query_mask, query)
+    check_mask("key_mask", key_mask, key)
+    check_mask("query_mask", query_mask, query)
     _refuse_tangents(query, key, value)
     heads, head_dim = query.shape[1], query.shape[3]
     if hash_functions is not None:
@@ -486,18 +487,6 @@ def _check(query, key, value, normalization, backward, expectation, similarity, 
             f"local_window needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}: "
             "it counts positions of one sequence"
         )
-
-
-def _check_mask(name: str, mask: Tensor | None, rows: Tensor) -> None:
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        given = getattr(mask, "dtype", type(mask).__name__)
-        raise ValueError(f"{name} must be a tensor of bool, True for a real token, got {given}")
-    if mask.shape != (rows.shape[0], rows.shape[2]):
-        raise ValueError(f"{name} must have shape {[rows.shape[0], rows.shape[2]]}, got {_shape(mask)}")
-    if mask.device != rows.device:
-        raise ValueError(f"{name} is on {mask.device}, but its rows are on {rows.device}: they must share a device")
 
 
 def _check_sampled_softmax(hash_code_len, backward, local_window) -> None:

@@ -46,6 +46,19 @@ def check_floating(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
 
 
+def check_mask(name: str, mask: Tensor | None, rows: Tensor) -> None:
+    """Refuses a mask, the argument of that name, that is not bool [B, N] beside rows [B, H, N, D], by a ValueError."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        given = getattr(mask, "dtype", type(mask).__name__)
+        raise ValueError(f"{name} must be a tensor of bool, True for a real token, got {given}")
+    if mask.shape != (rows.shape[0], rows.shape[2]):
+        raise ValueError(f"{name} must have shape {[rows.shape[0], rows.shape[2]]}, got {list(mask.shape)}")
+    if mask.device != rows.device:
+        raise ValueError(f"{name} is on {mask.device}, but its rows are on {rows.device}: they must share a device")
+
+
 class HashFunctions:
     """The random functions f_1..f_m of every head, each mapping a vector to a code of tau bits.
 
@@ -198,7 +211,7 @@ class HashFunctions:
 
         Raises:
             ValueError: x of other heads or another head_dim than the functions have, or of another dtype or device; a
-                mask of another shape or dtype.
+                mask of another shape, dtype or device.
         """
         heads = self.parameters.shape[0]
         if x.dim() != 4 or (x.shape[1], x.shape[3]) != (heads, self.head_dim):
@@ -206,10 +219,7 @@ class HashFunctions:
         check_floating("x", x)
         if x.device != self.parameters.device:
             raise ValueError(f"x is on {x.device}, but the functions' parameters are on {self.parameters.device}")
-        if mask is not None and (mask.dtype != torch.bool or mask.shape != (x.shape[0], x.shape[2])):
-            raise ValueError(
-                f"mask must be bool of shape {[x.shape[0], x.shape[2]]}, got {mask.dtype} of {list(mask.shape)}"
-            )
+        check_mask("mask", mask, x)
         if torch.onnx.is_in_onnx_export():
             hash_op = hash_gaussian_graph if self.kind == "gaussian" else hash_hadamard_graph
         else:
