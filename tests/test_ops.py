@@ -493,6 +493,14 @@ def test_views_and_expanded_gradients_give_what_copies_give():
             got = op(grad, view, key, value, *arguments)
             expected = op(grad, view.contiguous(), key, value, *arguments)
             assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+        as_value, of_copy = (
+            ops.sampled_attention(key, query, x, *reversed(codes), 3, False, True) for x in (view, view.contiguous())
+        )
+        assert all(torch.equal(g, e) for g, e in zip(as_value, of_copy, strict=True))
+        unit, inverse_length = torch.nn.functional.normalize(query, dim=-1), query.norm(dim=-1).reciprocal()
+        for x in (view, unit):
+            got = ops.unit_rows_backward(view, x, inverse_length)
+            assert torch.equal(got, ops.unit_rows_backward(view.contiguous(), x.contiguous(), inverse_length))
         if HAS_SOFTMAX_KERNEL:
             got, expected = (ops.softmax_attention(x, key, value, None, 0.2) for x in (view, view.contiguous()))
             assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
