@@ -489,6 +489,16 @@ def test_kernels_are_as_accurate_as_pytorch_in_crowded_buckets(data, shape, dtyp
     assert_as_accurate_as_pytorch(partial(inputs.expectation, backwards=[False]), dtype)
 
 
+# on a CPU a whole chunk of keys and a part of one, and of queries in the backward
+@pytest.mark.parametrize("sizes", [(1100, 2090), (2048, 1025)])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_exact_kernels_of_many_rows_are_as_accurate_as_pytorch(dtype, sizes):
+    inputs = Inputs("random", (1, 1, *sizes, 16, 24, 1, 7), dtype)
+    assert_as_accurate_as_pytorch(inputs.expectation, dtype)
+    if HAS_SOFTMAX_KERNEL:
+        assert_as_accurate_as_pytorch(inputs.softmax, dtype)
+
+
 # the last: as many queries as keys
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SPREAD, WIDEST, (2, 2, 97, 97, 64, 64, 1, 1)])
