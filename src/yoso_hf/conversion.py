@@ -132,8 +132,8 @@ _MLM_PREFIXES = {
     "generator_lm_head.": "cls.predictions.decoder.",
 }
 _EXACT_GELU = ("gelu", "gelu_python")
-# DistilBERT, whose settings, layers and heads go by other names than BERT's: two of its settings are fixed, and it has
-# no types of tokens, of which Yoso's add nothing to its embeddings then
+# DistilBERT's settings, layers and heads go by other names than BERT's; what is no setting of its own is fixed there,
+# but for the number of types of tokens: it has none, and those that Yoso must have are zero
 _DISTILBERT_FIXED = {"layer_norm_eps": 1e-12, "type_vocab_size": 2}
 _DISTILBERT_SETTINGS = {
     "intermediate_size": "hidden_dim",
