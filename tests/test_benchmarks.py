@@ -744,6 +744,30 @@ def test_the_readmes_training_steps_are_those_of_the_results(name):
         assert memory == pytest.approx(mib[length], abs=0.5)
 
 
+@pytest.mark.parametrize("task", ["forward", "training step"])
+def test_the_times_far_beyond_4096_tokens_are_those_of_the_results(task):
+    _, *rows = page_rows("s / MiB at N =", "docs/results/README.md")
+    ms, mib = (measured("models-long-cpu.json", task, "yoso", f) for f in ("ms", "peak_mib"))
+    seconds = [f"{x / 1e3:.2f}" if x < 1e3 else f"{x / 1e3:.1f}" for x in ms.values()]
+    assert list(ms) == [1024, 32768, 65536]
+    assert [row[1:] for row in rows if row[0] == task] == [
+        [f"{time} / {memory:,.0f}" for time, memory in zip(seconds, mib.values(), strict=True)]
+    ]
+
+
+def test_the_times_by_instruction_set_are_those_of_the_results():
+    _, *rows = page_rows("| AVX-512", "docs/kernels.md")
+    assert [row[0] for row in rows] == ["forward", BOTH]
+    for task, *cells in rows:
+        for name, cell in zip(("", "-avx2", "-default"), cells, strict=True):
+            own, softmax = (
+                measured(f"attention-cpu{name}.json", task, case, "ms")[4096] for case in ("yoso", "softmax (sdpa)")
+            )
+            shown, times = cell.removesuffix("x").split(", ")
+            assert float(shown) == pytest.approx(own, rel=5e-3, abs=0.05)
+            assert float(times) == pytest.approx(softmax / own, abs=0.05)
+
+
 @pytest.mark.parametrize(("results", "of"), [("", ""), ("-short", "of 64 texts, ")])
 def test_the_time_of_softmax_attention_is_that_of_the_results(results, of):
     rows = json.loads((BENCHMARKS / "results" / f"expectation_attention{results}-cpu.json").read_text())["rows"]

@@ -524,7 +524,8 @@ def test_a_checkpoint_without_tokenizer(kind, tokenizers, tmp_path):
     make_model(kind, "ForMaskedLM", tokenizers[kind]).save_pretrained(source)
     report = convert_checkpoint(source, tmp_path / "yoso")
     assert not [path.name for path in (tmp_path / "yoso").iterdir() if "token" in path.name or "vocab" in path.name]
-    assert report.notes[-1] == f"no tokenizer: {source} holds none"
+    of_kind = ["types of tokens add nothing until they are trained, as DistilBERT has none"] * (kind == "distilbert")
+    assert report.notes == [*of_kind, f"no tokenizer: {source} holds none"]
     for changes in ({"texts": TEXTS}, {"tokenizer_name": str(source)}):
         with pytest.raises(ValueError, match=f"{source} holds none: give another tokenizer_name"):
             convert_checkpoint(source, tmp_path / "other", **changes)

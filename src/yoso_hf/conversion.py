@@ -132,9 +132,9 @@ _MLM_PREFIXES = {
     "generator_lm_head.": "cls.predictions.decoder.",
 }
 _EXACT_GELU = ("gelu", "gelu_python")
-# DistilBERT's settings, layers and heads go by other names than BERT's; what is no setting of its own is fixed there,
-# but for the number of types of tokens: it has none, and those that Yoso must have are zero
+# of DistilBERT, what is no setting: the first it has, and types of tokens it has none, so that Yoso's are zero
 _DISTILBERT_FIXED = {"layer_norm_eps": 1e-12, "type_vocab_size": 2}
+# its settings, layers and heads go by other names than BERT's
 _DISTILBERT_SETTINGS = {
     "intermediate_size": "hidden_dim",
     "hidden_act": "activation",
@@ -574,6 +574,7 @@ def _read_pretrained(source: str) -> _Source:
         )
     weights = model.state_dict()
     prefixes, classifier_activation = _head_prefixes(config, target_class)
+    is_distilbert = config.model_type == "distilbert"
     base = f"{model.base_model_prefix}."
     mapped, dropped = {}, {}
     for name in weights:
@@ -600,7 +601,6 @@ def _read_pretrained(source: str) -> _Source:
         settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_COPIED}
         offset = POSITION_OFFSET
     else:
-        is_distilbert = config.model_type == "distilbert"
         names = _DISTILBERT_SETTINGS if is_distilbert else {}
         settings = {name: getattr(config, names.get(name, name), None) for name in _COPIED_SETTINGS}
         settings |= _DISTILBERT_FIXED if is_distilbert else {}
@@ -617,7 +617,7 @@ def _read_pretrained(source: str) -> _Source:
     if has_yoso_attention and getattr(config, "yoso_backward", None) == "exact":
         read.notes.append("the gradient of query and key becomes the lower bound's, yoso_backward was 'exact'")
     dropout_name = "classifier_dropout"
-    if config.model_type == "distilbert":
+    if is_distilbert:
         read.zeros = (_TYPE_TABLE,)
         read.notes.append("types of tokens add nothing until they are trained, as DistilBERT has none")
         if has_yoso_attention:
