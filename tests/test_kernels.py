@@ -184,12 +184,13 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 # the other shapes have rows wider than a tile of columns and more hash functions than a block, and, at usual widths,
-# fewer than a transform has rows, and more
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+# fewer than a transform has rows, and more; and rows that many lanes share, also with as many hash functions as need
+# the transform's rows in many steps
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64])
 @pytest.mark.parametrize(
     "shape",
     [*SPREAD, (2, 2, 9, 133, 200, 16, 40, 5), (1, 3, 9, 301, 64, 8, 19, 9), (1, 2, 9, 77, 64, 8, 70, 7)]
-    + [(1, 2, 9, 77, 32, 8, 34, 16)],
+    + [(1, 2, 9, 77, 32, 8, 34, 16), (1, 2, 9, 45, 304, 8, 5, 4), (1, 1, 9, 35, 1000, 8, 330, 2)],
 )
 def test_hash_kernels_give_the_codes_of_float64(shape, dtype):
     inputs = Inputs("random", shape, dtype)
@@ -258,6 +259,35 @@ def random_inputs(seed, dtype):
     # with one function, as much is rounded twice as once, and the bound is where luck decides
     functions = (generator.randint(2, 20), generator.randint(1, 9))
     return Inputs(generator.choice(["random", "mixed"]), (*shape, *functions), dtype)
+
+
+def at_odd_places(x, odd):
+    """A tensor whose batches, heads or rows lie an odd number of elements apart, or whose first is at an odd place."""
+    row = x.shape[3] + (odd == "row")
+    head = x.shape[2] * row + (odd == "head")
+    batch = x.shape[1] * head + (odd == "batch")
+    memory = x.new_empty(x.shape[0] * batch + 1)
+    return memory.as_strided(x.shape, (batch, head, row, 1), int(odd == "start")).copy_(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("odd", ["batch", "head", "row", "start"])
+def test_rows_at_odd_places_are_not_read_as_if_aligned(odd, dtype, way):
+    inputs = Inputs("random", (2, 2, 40, 48, 64, 64, 3, 5), dtype)
+    for name in ("query", "key", "value", "grad"):
+        setattr(inputs, name, at_odd_places(getattr(inputs, name), odd))
+    assert_as_accurate_as_pytorch(inputs.sampled, dtype)
+    if way == "pairs":
+        return
+    for got, expected in zip(inputs.hashes(ops, dtype), inputs.hashes(reference, torch.float64), strict=True):
+        assert (got != expected).sum() <= 1
+    for outputs in (inputs.expectation, inputs.remainder, inputs.first_order):
+        assert_as_accurate_as_pytorch(outputs, dtype)
+    if HAS_SOFTMAX_KERNEL:
+        assert_as_accurate_as_pytorch(inputs.softmax, dtype)
+    _, unit, inverse_length, *_, expected = inputs.expectation(ops, dtype)
+    grad = inputs.grad.contiguous()
+    assert torch.equal(ops.unit_rows_backward(grad, at_odd_places(unit, odd), inverse_length), expected)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -537,11 +567,13 @@ def test_the_weight_of_a_heavy_key_is_exp_of_its_logarithm(shift):
     assert ((out - 1).abs() <= 2 * eps).all()
 
 
-# the last two: buckets of several parts. More rows of the longest codes: a single pair of those above shares a bucket,
-# and PyTorch's error of one is a matter of luck.
+# the last three: buckets of several parts, and more hash functions than a warp has lanes, whose buckets differ. More
+# rows of the longest codes: a single pair of those above shares a bucket, and PyTorch's error of one is a matter of
+# luck.
 LONGEST = (1, 1, 401, 353, 8, 200, 3, 16)
 SHORTER = [shape for shape in SPREAD if shape[-1] < LONGEST[-1]]
 REMAINDER = [*SHORTER, LONGEST, WIDEST, (1, 2, 150, 333, 64, 64, 3, 2), (1, 1, 65, 129, 32, 32, 2, 1)]
+REMAINDER += [(1, 2, 40, 37, 24, 16, 40, 4)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -592,6 +624,18 @@ def test_remainder_of_rows_of_length_zero_is_zero(dtype):
         assert (x[:, :, ::2] == 0).all()
     for x in (grad_key, grad_value, grad_weight):
         assert (x[:, :, ::3] == 0).all()
+
+
+@pytest.mark.parametrize("hash_code_len", [5, 16])
+def test_cosines_that_rounding_has_above_one(hash_code_len):
+    """Of queries that are keys, in float64, where nothing else hides what comes of them."""
+    inputs = Inputs("random", (1, 2, 65, 65, 24, 16, 4, hash_code_len), torch.float64)
+    inputs.query = inputs.key
+    inputs.codes = inputs.functions[0].codes(inputs.query), inputs.codes[1]
+    rows = torch.nn.functional.normalize(inputs.query, dim=-1)
+    assert ((rows @ rows.mT).diagonal(dim1=-2, dim2=-1) > 1).any()
+    assert_as_accurate_as_pytorch(partial(inputs.expectation, backwards=[False]), torch.float64)
+    assert_as_accurate_as_pytorch(inputs.remainder, torch.float64)
 
 
 @needs_softmax_kernel
