@@ -93,7 +93,7 @@ __device__ __forceinline__ void butterfly_lanes(T* x, int lane) {
 }
 
 // `lanes` neighbouring threads have a row of lanes * E elements: element e of a lane is number lane * E + e. A block
-// has kThreads / lanes rows of a head, and of every bit's transforms the one for hash functions group * size onwards.
+// has kThreads / lanes rows of a head, and of every bit's transforms the one for hash functions group * width onwards.
 //
 // Of a bit's transform 32 rows are computed at a time: the sum of the row's parts of 32 elements, with signs that
 // depend on the part and on which 32 rows these are, is transformed. The lanes share out that sum: each sends one half
@@ -117,11 +117,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
   load_part<E>(problem, rows.at(batch, head, exists ? row : 0), lane * E, exists ? problem.D : 0, x);
   float* parameters = shared_memory<float>();
   const int bits = problem.hash_code_len;
-  const float* head_parameters = problem.parameters + head * (2 + bits * int64_t{grid.groups}) * problem.size;
+  const float* head_parameters = problem.parameters + head * (2 + bits * int64_t{grid.groups}) * width;
   for (int i = threadIdx.x; i < (2 + bits) * width; i += kThreads) {
-    const int block = i / width, column = i % width;
+    const int block = i / width;
     const int64_t from = block < 2 ? block : 2 + (block - 2) * int64_t{grid.groups} + group;
-    const float parameter = column < problem.size ? head_parameters[from * problem.size + column] : 0;
+    const float parameter = head_parameters[from * width + i % width];
     parameters[i] = block < 2 ? parameter : -parameter;
   }
   __syncthreads();
@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
     butterfly<E>(x);
   }
 
-  const int64_t first_function = group * problem.size;
-  const int count = at_most(problem.num_hash - first_function, problem.size);
+  const int64_t first_function = group * width;
+  const int count = at_most(problem.num_hash - first_function, width);
   for (int first = 0; first < count; first += kFunctions) {
     // the signs of the sum, by what changes since the last rows
     const int step = first / kFunctions, changed = step == 0 ? 0 : step ^ (step - 1);
