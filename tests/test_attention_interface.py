@@ -355,8 +355,9 @@ def test_decoders_that_attend_in_both_directions(config):
 
 
 @torch.no_grad()
-def test_a_model_with_layers_that_keep_their_softmax_compiles_into_one_graph():
+def test_a_model_with_layers_that_keep_their_softmax_compiles_into_one_graph(caplog):
     torch.compiler.reset()
+    attention_interface.logger.warning_once.cache_clear()
     config = transformers.ModernBertConfig(
         **LONG,
         local_attention=8,
@@ -371,6 +372,7 @@ def test_a_model_with_layers_that_keep_their_softmax_compiles_into_one_graph():
     model = transformers.AutoModel.from_config(config, attn_implementation="yoso").eval()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(tokens()).last_hidden_state, model(tokens()).last_hidden_state)
+    assert "Softmax remains where ModernBertAttention is causal, has a sliding window" in caplog.text
 
 
 @torch.no_grad()

@@ -490,16 +490,17 @@ def test_values_that_are_no_numbers_or_huge_spoil_sums_they_are_in_only(shape, d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_keys", [65535, 65536, 65537])
-def test_as_many_keys_as_16_bits_count_and_more(num_keys, dtype):
-    """Equal ones, whose sum is that of all, and random ones."""
-    codes = torch.stack([torch.full((num_keys,), 511), torch.randint(0, 512, (num_keys,))]).to(torch.int16)[None, None]
+@pytest.mark.parametrize(("num_keys", "hash_code_len"), [(65535, 9), (65536, 9), (65537, 9), (65536, 15)])
+def test_as_many_keys_as_16_bits_count_and_more(num_keys, hash_code_len, dtype):
+    """Equal ones, whose sum is that of all, and random ones; of long codes, one warp counts all keys."""
+    codes = torch.full((num_keys,), 511), torch.randint(0, 1 << hash_code_len, (num_keys,))
+    codes = torch.stack(codes).to(torch.int16)[None, None]
     query_codes = torch.tensor([[511, -1, 511], [-1, 7, 511]], dtype=torch.int16)[None, None]
     value, query = torch.randn(1, 1, num_keys, 8), torch.randn(1, 1, 3, 8)
 
     def outputs(namespace, dtype):
         rows = (x.to(dtype) for x in (query, value, value))
-        return namespace.sampled_attention(*rows, query_codes, codes, 9, False, False)[:1]
+        return namespace.sampled_attention(*rows, query_codes, codes, hash_code_len, False, False)[:1]
 
     assert_as_accurate_as_pytorch(outputs, dtype)
 
