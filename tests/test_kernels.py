@@ -262,10 +262,13 @@ def random_inputs(seed, dtype):
 
 
 def at_odd_places(x, odd):
-    """A tensor whose batches, heads or rows lie an odd number of elements apart, or whose first is at an odd place."""
+    """A tensor whose batches, heads or rows lie an odd number of elements apart, or whose first is at an odd place.
+
+    All else is a multiple of 8 elements: of the strides, a kernel has to look at each.
+    """
     row = x.shape[3] + (odd == "row")
-    head = x.shape[2] * row + (odd == "head")
-    batch = x.shape[1] * head + (odd == "batch")
+    head = -(-x.shape[2] * row // 8) * 8 + (odd == "head")
+    batch = -(-x.shape[1] * head // 8) * 8 + (odd == "batch")
     memory = x.new_empty(x.shape[0] * batch + 1)
     return memory.as_strided(x.shape, (batch, head, row, 1), int(odd == "start")).copy_(x)
 
