@@ -5,8 +5,10 @@ Independent truths: the model itself called directly, one sequence at a time and
 
 import copy
 import importlib.util
+import itertools
 import random
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import transformers
 from doc_blocks import python_blocks
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from yoso_hf import (
     HashFunctions,
@@ -366,6 +369,68 @@ def test_fully_shard(mode, model_class, one_process):  # noqa: ARG001
             torch.distributed.fsdp.fully_shard(module, mesh=mesh)
     torch.distributed.fsdp.fully_shard(model, mesh=mesh)
     assert_same_loss_after_a_step(model, reference)
+
+
+def shard_by_layer(model):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in model.base_model.encoder.layer:
+        torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+    return torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+
+
+def wrap_by_layer(model):
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={YosoLayer})
+    fsdp = torch.distributed.fsdp.FullyShardedDataParallel
+    return fsdp(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def whole_weights(model):
+    """All weights of a model of which this process may have a part, by name."""
+    if isinstance(model, torch.distributed.fsdp.FullyShardedDataParallel):
+        with model.summon_full_params(model):
+            return {name.replace("_fsdp_wrapped_module.", ""): weight for name, weight in model.state_dict().items()}
+    model = getattr(model, "module", model)
+    return {
+        name: weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        for name, weight in model.state_dict().items()
+    }
+
+
+PARALLEL = {"DDP": torch.nn.parallel.DistributedDataParallel, "FSDP": wrap_by_layer, "fully_shard": shard_by_layer}
+
+
+def train_one_half(rank, store, parallel):
+    """Each of two processes trains on one of two sequences; both have what one process learns of both."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    modes = [{"use_expectation": False}, {"use_expectation": True}, {"use_expectation": True, "checkpointing": True}]
+    for model_class, mode in itertools.product((YosoForMaskedLM, YosoForTokenClassification), modes):
+        torch.manual_seed(0)
+        reference = make_model(model_class, use_expectation=mode["use_expectation"])
+        model = copy.deepcopy(reference)
+        if "checkpointing" in mode:
+            model.gradient_checkpointing_enable()
+            # for layers in eval mode it has no effect
+            model.train()
+        model = PARALLEL[parallel](model)
+        inputs, _ = make_batch()
+        inputs["labels"] = inputs["input_ids"] % reference.config.num_labels
+        halves = [{name: tensor[half : half + 1] for name, tensor in inputs.items()} for half in range(2)]
+        for _ in range(2):
+            for each, batches in ((model, [halves[rank]]), (reference, halves)):
+                (sum(each(**batch).loss for batch in batches) / len(batches)).backward()
+                optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = whole_weights(model)
+        for name, expected in reference.state_dict().items():
+            assert_near(weights[name], expected, atol=1e-6)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_two_processes(parallel, tmp_path):
+    torch.multiprocessing.spawn(train_one_half, (tmp_path / "store", parallel), nprocs=2)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

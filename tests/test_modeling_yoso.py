@@ -2,6 +2,7 @@ import collections
 import copy
 import math
 import pickle
+import re
 from functools import partial
 
 import pytest
@@ -1283,6 +1284,22 @@ def test_both_or_neither_input(model_class):
         model()
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds must be given, got both"):
         model(make_ids(1, 1, 4), inputs_embeds=torch.zeros(1, 1, 4, 32))
+
+
+@pytest.mark.parametrize(
+    ("model_class", "sizes"), [(YosoModel, "batch, length"), (YosoForMultipleChoice, "batch, choices, length")]
+)
+def test_inputs_of_too_many_or_too_few_sizes(model_class, sizes):
+    model = make_model(model_class)
+    shape = [1, 1, 4][: len(sizes.split(", "))]
+    for wrong in (shape[1:], [1, *shape]):
+        message = f"input_ids must be a tensor of shape [{sizes}], got shape {wrong}"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            model(make_ids(*wrong))
+        wrong = [*wrong, 32]
+        message = f"inputs_embeds must be a tensor of shape [{sizes}, hidden_size], got shape {wrong}"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            model(inputs_embeds=torch.zeros(wrong))
 
 
 @pytest.mark.parametrize("use_expectation", [False, "auto"])

@@ -535,11 +535,11 @@ class YosoModel(YosoPreTrainedModel):
             means nothing.
 
         Raises:
-            ValueError: both or neither of input_ids and inputs_embeds, a sequence too long, an attention_mask
-                of another shape, type or device or with other floating point numbers, or floating point in an export,
-                output_attentions without use_expectation=True.
+            ValueError: both or neither of input_ids and inputs_embeds, one of other dimensions, a sequence too long,
+                an attention_mask of another shape, type or device or with other floating point numbers, or floating
+                point in an export, output_attentions without use_expectation=True.
         """
-        check_inputs(input_ids, inputs_embeds)
+        check_inputs(input_ids, inputs_embeds, "batch, length")
         shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
         device = input_ids.device if inputs_embeds is None else inputs_embeds.device
         if shape[1] > self.config.max_position_embeddings:
@@ -737,7 +737,7 @@ class YosoForMultipleChoice(YosoPreTrainedModel):
         Returns:
             MultipleChoiceModelOutput with logits of shape [B, choices].
         """
-        check_inputs(input_ids, inputs_embeds)
+        check_inputs(input_ids, inputs_embeds, "batch, choices, length")
         num_choices = input_ids.shape[1] if inputs_embeds is None else inputs_embeds.shape[1]
         input_ids, attention_mask, token_type_ids, position_ids = (
             None if tensor is None else tensor.reshape(-1, tensor.shape[-1])
@@ -878,11 +878,16 @@ class YosoForQuestionAnswering(YosoPreTrainedModel):
         )
 
 
-def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
-    """Raises ValueError unless exactly one of them is given."""
+def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None, sizes: str) -> None:
+    """Raises ValueError unless exactly one of them is given, with these sizes, `inputs_embeds` with one more."""
     if (input_ids is None) == (inputs_embeds is None):
         given = "neither" if input_ids is None else "both"
         raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {given}")
+    name, tensor = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+    if inputs_embeds is not None:
+        sizes += ", hidden_size"
+    if tensor.dim() != len(sizes.split(", ")):
+        raise ValueError(f"{name} must be a tensor of shape [{sizes}], got shape {list(tensor.shape)}")
 
 
 def check_attention_mask(attention_mask: Tensor, shape: torch.Size, device: torch.device) -> None:
