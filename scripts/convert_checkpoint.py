@@ -1,4 +1,4 @@
-"""Turn a BERT, DistilBERT, RoBERTa, XLM-R, CamemBERT or ELECTRA checkpoint into a Yoso one that takes longer texts.
+"""Turn a BERT, DistilBERT, RoBERTa, XLM-R, CamemBERT, Data2Vec, ELECTRA or ERNIE checkpoint into a longer Yoso one.
 
     # what the model becomes, and how far its outputs moved on your own text
     python scripts/convert_checkpoint.py --model_name_or_path FacebookAI/roberta-base --max_position_embeddings 4096 \\

@@ -271,7 +271,7 @@ def check_model(args: MLMArguments, model: PreTrainedModel, tokenizer: PreTraine
         if args.model_name_or_path:
             remedy = (
                 f"scripts/convert_checkpoint.py --max_position_embeddings {args.block_size} makes a longer Yoso of a "
-                "BERT, DistilBERT, RoBERTa, XLM-R, CamemBERT, ELECTRA or Yoso checkpoint"
+                "BERT, DistilBERT, RoBERTa, XLM-R, CamemBERT, Data2Vec, ELECTRA, ERNIE or Yoso checkpoint"
             )
         raise ValueError(
             f"--block_size {args.block_size} is longer than what the model takes, {longest} tokens: "

@@ -55,12 +55,16 @@ KINDS = {
     "roberta": ("Roberta", {"max_position_embeddings": POSITIONS + 2, "type_vocab_size": 1}),
     "xlm-roberta": ("XLMRoberta", {"max_position_embeddings": POSITIONS + 2, "type_vocab_size": 1}),
     "camembert": ("Camembert", {"max_position_embeddings": POSITIONS + 2, "type_vocab_size": 1}),
+    "data2vec-text": ("Data2VecText", {"max_position_embeddings": POSITIONS + 2, "type_vocab_size": 1}),
+    "ernie": ("Ernie", {"max_position_embeddings": POSITIONS, "type_vocab_size": 3, "use_task_id": True}),
 }
 HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 LOGITS = ("logits", "prediction_logits", "start_logits", "end_logits")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 YOSO_TABLE = "yoso.embeddings.position_embeddings.weight"
 TYPE_TABLE = "yoso.embeddings.token_type_embeddings.weight"
+# of ERNIE
+TASK_TYPE_TABLE = "embeddings.task_type_embeddings.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +101,8 @@ def tokenizers():
         "roberta": byte_level,
         "xlm-roberta": XLMRobertaTokenizer(vocab=unigram),
         "camembert": CamembertTokenizer(vocab=unigram),
+        "data2vec-text": byte_level,
+        "ernie": word_piece,
     }
 
 
@@ -176,9 +182,11 @@ def check_lists(report, source, target):
     assert report.mapped.keys() | set(report.new) | zeros == target.keys()
     assert not any(target[name].any() for name in zeros)
     assert not report.mapped.keys() & set(report.new)
+    tasks = [weight[0] for name, weight in source.items() if name.endswith(TASK_TYPE_TABLE)]
     for new, old in report.mapped.items():
         if new != YOSO_TABLE:
-            assert torch.equal(target[new], source[old]), new
+            expected = source[old] + tasks[0] if tasks and new == TYPE_TABLE else source[old]
+            assert torch.equal(target[new], expected), new
 
 
 @pytest.mark.parametrize("task", HEADS)
@@ -196,7 +204,7 @@ def test_outputs_are_those_of_the_original(kind, task, tokenizers, tmp_path):
     check_lists(report, original.state_dict(), converted.state_dict())
     # what has no counterpart
     assert not report.new
-    assert not report.dropped
+    assert list(report.dropped) == [f"ernie.{TASK_TYPE_TABLE}"] * (kind == "ernie")
     assert converted.config.id2label == original.config.id2label
     assert json.loads((tmp_path / "yoso" / "conversion.json").read_text())["mapped"] == report.mapped
 
@@ -214,10 +222,11 @@ def test_output_embeddings_tied_or_not(kind, tie, tokenizers, tmp_path):
     check_same_outputs(original, converted, make_inputs(original, tokenizer))
 
 
-def test_pretraining_class(tokenizers, tmp_path):
-    """BERT's second head is dropped, the first one kept."""
-    tokenizer = tokenizers["bert"]
-    original = make_model("bert", "ForPreTraining", tokenizer)
+@pytest.mark.parametrize(("kind", "changes"), [("bert", {}), ("ernie", {"use_task_id": False})])
+def test_pretraining_class(kind, changes, tokenizers, tmp_path):
+    """The second head is dropped, the first one kept."""
+    tokenizer = tokenizers[kind]
+    original = make_model(kind, "ForPreTraining", tokenizer, **changes)
     save(original, tokenizer, tmp_path / "original")
     report = convert_checkpoint(tmp_path / "original", tmp_path / "yoso", texts=TEXTS[:2])
     converted = load(tmp_path / "yoso")
@@ -225,7 +234,7 @@ def test_pretraining_class(tokenizers, tmp_path):
     check_same_outputs(original, converted, make_inputs(original, tokenizer))
     check_lists(report, original.state_dict(), converted.state_dict())
     assert {name.rpartition(".")[0]: reason for name, reason in report.dropped.items()} == {
-        "bert.pooler.dense": "Yoso has no pooler",
+        f"{kind}.pooler.dense": "Yoso has no pooler",
         "cls.seq_relationship": "Yoso has no head for pairs of sentences",
     }
     assert report.comparison.original_loss == pytest.approx(report.comparison.converted_loss, rel=1e-4)
@@ -236,6 +245,10 @@ def test_pretraining_class(tokenizers, tmp_path):
     [
         ("bert", "Model", {}, {"pooler"}, {"cls"}),
         ("roberta", "Model", {}, {"pooler"}, {"cls"}),
+        ("data2vec-text", "Model", {}, {"pooler"}, {"cls"}),
+        ("ernie", "Model", {}, {"pooler", "embeddings"}, {"cls"}),
+        ("ernie", "Model", {"use_task_id": False}, {"pooler"}, {"cls"}),
+        ("ernie", "ForMultipleChoice", {}, {"ernie", "classifier"}, {"classifier", "pre_classifier"}),
         ("electra", "ForPreTraining", {}, {"discriminator_predictions"}, {"cls"}),
         ("bert", "ForNextSentencePrediction", {}, {"bert", "cls"}, {"cls"}),
         ("bert", "ForMultipleChoice", {}, {"bert", "classifier"}, {"classifier", "pre_classifier"}),
@@ -475,11 +488,14 @@ def test_an_adapter_is_no_checkpoint(tokenizers, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["missing", "another shape"])
-def test_incomplete_checkpoint(change, tokenizers, tmp_path):
-    source = save(make_model("bert", "ForMaskedLM", tokenizers["bert"]), tokenizers["bert"], tmp_path / "original")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("bert", "bert.encoder.layer.1.attention.self.key.weight"), ("ernie", f"ernie.{TASK_TYPE_TABLE}")],
+)
+def test_incomplete_checkpoint(kind, name, change, tokenizers, tmp_path):
+    source = save(make_model(kind, "ForMaskedLM", tokenizers[kind]), tokenizers[kind], tmp_path / "original")
     weights = load_file(source / "model.safetensors")
-    name = "bert.encoder.layer.1.attention.self.key.weight"
-    weights[name] = weights[name][:5].clone()
+    weights[name] = weights[name][:2].clone()
     if change == "missing":
         del weights[name]
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})

@@ -71,8 +71,10 @@ MASKED_SHARE = 0.15
 _CLASS_PREFIXES = {
     "bert": "Bert",
     "camembert": "Camembert",
+    "data2vec-text": "Data2VecText",
     "distilbert": "DistilBert",
     "electra": "Electra",
+    "ernie": "Ernie",
     "roberta": "Roberta",
     "xlm-roberta": "XLMRoberta",
     "yoso": "Yoso",
@@ -90,6 +92,8 @@ _TASKS = {
 }
 _POSITION_TABLE = "yoso.embeddings.position_embeddings.weight"
 _TYPE_TABLE = "yoso.embeddings.token_type_embeddings.weight"
+# of ERNIE: what it adds to every token of a task, which is the first unless a caller names another
+_TASK_TYPE_TABLE = "embeddings.task_type_embeddings.weight"
 # of a Yoso configuration, what is written anew
 _NOT_COPIED = (
     "model_type",
@@ -165,6 +169,7 @@ _DISTILBERT_MLM_PREFIXES = {
 # what has no counterpart, and why
 _DROPPED_PREFIXES = {
     "pooler.": "Yoso has no pooler",
+    _TASK_TYPE_TABLE: "its first row is added to those of the types of tokens, the others are of other tasks",
     "cls.seq_relationship.": "Yoso has no head for pairs of sentences",
     "discriminator_predictions.": "Yoso has no head that tells replaced tokens",
     "sequence_summary.": "YosoForMultipleChoice has another activation between its layers",
@@ -321,10 +326,10 @@ def convert_checkpoint(
     sentence-transformers stays one, with its pooling and what else follows.
 
     Args:
-        source: hub name or directory of a BERT, DistilBERT, RoBERTa, XLM-R, CamemBERT, ELECTRA or Yoso checkpoint;
-            or a file of YOSO's authors (cp-0249.model), with the config.json that it was trained with beside it or
-            one directory up. A checkpoint of attn_implementation="yoso" whose configuration has settings of it keeps
-            the attention it has.
+        source: hub name or directory of a BERT, DistilBERT, RoBERTa, XLM-R, CamemBERT, Data2Vec, ELECTRA, ERNIE or
+            Yoso checkpoint; or a file of YOSO's authors (cp-0249.model), with the config.json that it was trained
+            with beside it or one directory up. A checkpoint of attn_implementation="yoso" whose configuration has
+            settings of it keeps the attention it has.
         output_dir: where to write; must not exist or be empty, unless overwrite is set.
         max_position_embeddings: longest sequence of the new model, >= 1; None: the original's.
         position_method: how the position table becomes longer. "tile" repeats it, as YOSO's authors do;
@@ -588,12 +593,15 @@ def _read_pretrained(source: str) -> _Source:
         mapped.setdefault("cls.predictions.bias", bias)
 
     absent = set(found["missing_keys"]) | {mismatch[0] for mismatch in found["mismatched_keys"]}
-    needed = sorted(absent & set(mapped.values()))
+    task_types = [name for name in dropped if name.removeprefix(base) == _TASK_TYPE_TABLE]
+    needed = sorted(absent & {*mapped.values(), *task_types})
     if needed:
         raise ValueError(
             f"{source} is no complete checkpoint of {type(model).__name__}: {len(needed)} of its weights are missing "
             f"or of another shape, such as {needed[0]}"
         )
+    for name in task_types:
+        weights[mapped[_TYPE_TABLE]] = weights[mapped[_TYPE_TABLE]] + weights[name][0]
     dropped = {name: reason for name, reason in dropped.items() if name not in absent}
     dropped |= {name: f"not part of {type(model).__name__}" for name in sorted(found["unexpected_keys"])}
 
@@ -691,7 +699,7 @@ def _head_prefixes(config: PreTrainedConfig, target_class: type) -> tuple[dict[s
         prefixes = {"cls.predictions.": "cls.predictions."}
         # these heads have a gelu, whatever hidden_act is, and Yoso's has hidden_act
         return prefixes | _MLM_PREFIXES if config.hidden_act in _EXACT_GELU else prefixes, None
-    if target_class is YosoForSequenceClassification and config.model_type == "bert":
+    if target_class is YosoForSequenceClassification and config.model_type in ("bert", "ernie"):
         return {"pooler.dense.": "classifier.dense.", "classifier.": "classifier.out_proj."}, "tanh"
     if target_class is YosoForSequenceClassification:
         return {"classifier.": "classifier."}, "gelu" if config.model_type == "electra" else "tanh"
@@ -702,7 +710,7 @@ def _head_prefixes(config: PreTrainedConfig, target_class: type) -> tuple[dict[s
 
 def _target_name(name: str, prefixes: dict[str, str]) -> str | None:
     if name.startswith(("embeddings.", "encoder.")):
-        return f"yoso.{name}"
+        return None if name == _TASK_TYPE_TABLE else f"yoso.{name}"
     layer = _DISTILBERT_LAYER.fullmatch(name)
     if layer is not None:
         return f"yoso.encoder.layer.{layer[1]}.{_renamed(layer[2], _DISTILBERT_LAYER_PREFIXES)}"
