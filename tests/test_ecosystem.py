@@ -36,6 +36,7 @@ from yoso_hf import (
 from yoso_hf import attention as attention_module
 from yoso_hf.data import train_tokenizer
 from yoso_hf.modeling_yoso import YosoEmbeddings, YosoLayer
+from yoso_hf.training import end_processes
 
 GUIDE = Path(__file__).parents[1] / "docs" / "ecosystem.md"
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -357,25 +358,21 @@ def test_fsdp_by_the_policy_of_accelerate(mode, model_class, one_process):  # no
     assert_same_loss_after_a_step(sharded, reference)
 
 
+def shard_by_layer(model):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            torch.distributed.fsdp.fully_shard(module, mesh=mesh)
+    return torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+
+
 @all_modes
 @pytest.mark.parametrize("model_class", [YosoForMaskedLM, YosoForTokenClassification])
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_fully_shard(mode, model_class, one_process):  # noqa: ARG001
     model = make_model(model_class, **mode)
     reference = copy.deepcopy(model)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    for module in model.modules():
-        if type(module).__name__ in model._no_split_modules:
-            torch.distributed.fsdp.fully_shard(module, mesh=mesh)
-    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
-    assert_same_loss_after_a_step(model, reference)
-
-
-def shard_by_layer(model):
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    for layer in model.base_model.encoder.layer:
-        torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
-    return torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    assert_same_loss_after_a_step(shard_by_layer(model), reference)
 
 
 def wrap_by_layer(model):
@@ -399,10 +396,16 @@ def whole_weights(model):
 PARALLEL = {"DDP": torch.nn.parallel.DistributedDataParallel, "FSDP": wrap_by_layer, "fully_shard": shard_by_layer}
 
 
-def train_one_half(rank, store, parallel):
-    """Each of two processes trains on one of two sequences; both have what one process learns of both."""
+def run_in_a_group(rank, store, parallel):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    train_one_half(rank, parallel)
+    # when no model refers to the group any more
+    end_processes()
+
+
+def train_one_half(rank, parallel):
+    """Each of two processes trains on one of two sequences; both have what one process learns of both."""
     modes = [{"use_expectation": False}, {"use_expectation": True}, {"use_expectation": True, "checkpointing": True}]
     for model_class, mode in itertools.product((YosoForMaskedLM, YosoForTokenClassification), modes):
         torch.manual_seed(0)
@@ -425,12 +428,11 @@ def train_one_half(rank, store, parallel):
         weights = whole_weights(model)
         for name, expected in reference.state_dict().items():
             assert_near(weights[name], expected, atol=1e-6)
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_two_processes(parallel, tmp_path):
-    torch.multiprocessing.spawn(train_one_half, (tmp_path / "store", parallel), nprocs=2)
+    torch.multiprocessing.spawn(run_in_a_group, (tmp_path / "store", parallel), nprocs=2)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
