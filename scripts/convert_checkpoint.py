@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
         overwrite=args.overwrite,
     )
     print(report)
-    print(f"checkpoint and conversion.json: {args.output_dir}")
+    print(f"checkpoint and conversion.json: {args.output_dir} (import yoso_hf before you load it, or its tokenizer)")
 
 
 if __name__ == "__main__":

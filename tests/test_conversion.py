@@ -1214,14 +1214,15 @@ def run(command):
 def test_guide(commands):
     """Its commands, in their order."""
     blocks = re.findall(r"```(python|bash)\n(.*?)```", (ROOT / "docs" / "conversion.md").read_text(), re.DOTALL)
-    assert [language for language, _ in blocks] == ["bash", "bash", "python", "bash"]
-    printed = []
+    assert [language for language, _ in blocks] == ["bash", "python", "bash", "python", "bash"]
+    printed, names = [], {}
     for language, text in blocks:
         if language == "bash":
             printed.append(run(text))
         else:
-            exec(text, {})
+            exec(text, names)
     assert "RobertaForMaskedLM -> YosoForMaskedLM" in printed[0]
+    assert type(names["model"]) is YosoForMaskedLM and names["tokenizer"].mask_token
     # further training at more than twice the original's length
     converted, continued = (commands / "runs" / name for name in ("roberta-4096", "roberta-4096-continued"))
     results = json.loads((continued / "all_results.json").read_text())
@@ -1265,7 +1266,8 @@ def test_commands_of_the_script(script, commands, capsys):
     assert len(lines) == 3
     for line in lines:
         script.main(small(line)[1:])
-        assert "checkpoint and conversion.json: runs/" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "checkpoint and conversion.json: runs/" in out and "import yoso_hf" in out
     assert load(commands / "runs" / "yoso-8192").config.max_position_embeddings == 100
     with pytest.raises(ValueError, match="is not empty"):
         script.main(small(lines[0])[1:])
