@@ -30,7 +30,7 @@ from transformers import (
 )
 
 import yoso_hf
-from yoso_hf import YosoConfig, YosoForMaskedLM, conversion
+from yoso_hf import YosoConfig, YosoForMaskedLM, YosoForSequenceClassification, conversion
 from yoso_hf import attention as attention_module
 from yoso_hf.conversion import compare, convert_checkpoint, lengthen_positions
 from yoso_hf.data import train_tokenizer
@@ -207,6 +207,21 @@ def test_outputs_are_those_of_the_original(kind, task, tokenizers, tmp_path):
     assert list(report.dropped) == [f"ernie.{TASK_TYPE_TABLE}"] * (kind == "ernie")
     assert converted.config.id2label == original.config.id2label
     assert json.loads((tmp_path / "yoso" / "conversion.json").read_text())["mapped"] == report.mapped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_classifier_is_of_the_originals_kind(kind, tokenizers, tmp_path):
+    """What is converted without one and given the original's weights computes what the original does."""
+    tokenizer = tokenizers[kind]
+    original = make_model(kind, "ForSequenceClassification", tokenizer)
+    encoder = getattr(transformers, KINDS[kind][0] + "ForMaskedLM")(original.config)
+    encoder.base_model.load_state_dict(original.base_model.state_dict(), strict=False)
+    for name, model in {"classifier": original, "encoder": encoder}.items():
+        save(model, tokenizer, tmp_path / name)
+        convert_checkpoint(tmp_path / name, tmp_path / f"{name}-yoso")
+    model = YosoForSequenceClassification.from_pretrained(tmp_path / "encoder-yoso", num_labels=5).eval()
+    model.classifier.load_state_dict(load(tmp_path / "classifier-yoso").classifier.state_dict())
+    check_same_outputs(original, model, make_inputs(original, tokenizer))
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -432,7 +447,7 @@ def test_settings_of_distilbert_are_carried_over(task, dropout, tokenizers, tmp_
     expected = {
         **{"hidden_act": "relu", "hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3},
         **{"initializer_range": 0.05, "layer_norm_eps": 1e-12, "type_vocab_size": 2, "intermediate_size": 48},
-        "classifier_activation": "relu" if task == "ForSequenceClassification" else None,
+        "classifier_activation": "relu",
     }
     assert {name: getattr(converted.config, name) for name in expected} == expected
     notes = ["types of tokens add nothing until they are trained, as DistilBERT has none"]

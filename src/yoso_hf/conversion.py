@@ -166,6 +166,8 @@ _DISTILBERT_MLM_PREFIXES = {
     "vocab_layer_norm.": _MLM_TRANSFORM + "LayerNorm.",
     "vocab_projector.": "cls.predictions.decoder.",
 }
+# inside the head for sequence classification, where that of an architecture has no tanh
+_CLASSIFIER_ACTIVATIONS = {"distilbert": "relu", "electra": "gelu"}
 # what has no counterpart, and why
 _DROPPED_PREFIXES = {
     "pooler.": "Yoso has no pooler",
@@ -578,7 +580,7 @@ def _read_pretrained(source: str) -> _Source:
             output_loading_info=True,
         )
     weights = model.state_dict()
-    prefixes, classifier_activation = _head_prefixes(config, target_class)
+    prefixes = _head_prefixes(config, target_class)
     is_distilbert = config.model_type == "distilbert"
     base = f"{model.base_model_prefix}."
     mapped, dropped = {}, {}
@@ -615,8 +617,8 @@ def _read_pretrained(source: str) -> _Source:
         settings |= {name: value for name, value in vars(config).items() if name in _SENTENCE_KEYS}
         if has_yoso_attention:
             settings |= _of_yoso_config(read_settings(config))
-        if classifier_activation is not None:
-            settings["classifier_activation"] = classifier_activation
+        # also where there is no classifier yet: the one that is trained is then the original's kind
+        settings["classifier_activation"] = _CLASSIFIER_ACTIVATIONS.get(config.model_type, "tanh")
         # RoBERTa's kind counts from behind the row of padding
         padding = model.base_model.embeddings.position_embeddings.padding_idx
         offset = 0 if padding is None else padding + 1
@@ -685,27 +687,25 @@ def _check_config(source: str, config: PreTrainedConfig) -> str:
     return tasks[architectures[0]]
 
 
-def _head_prefixes(config: PreTrainedConfig, target_class: type) -> tuple[dict[str, str], str | None]:
-    """What the names of a head's weights begin with, here and there, and the activation inside a classifier."""
+def _head_prefixes(config: PreTrainedConfig, target_class: type) -> dict[str, str]:
+    """What the names of a head's weights begin with, here and there."""
     if config.model_type == "yoso":
-        return {prefix: prefix for prefix in ("cls.", "classifier.", "pre_classifier.", "qa_outputs.")}, None
+        return {prefix: prefix for prefix in ("cls.", "classifier.", "pre_classifier.", "qa_outputs.")}
     if config.model_type == "distilbert":
         if target_class is YosoForMaskedLM:
-            return _DISTILBERT_MLM_PREFIXES, None
+            return _DISTILBERT_MLM_PREFIXES
         if target_class is YosoForSequenceClassification:
-            return {"pre_classifier.": "classifier.dense.", "classifier.": "classifier.out_proj."}, "relu"
-        return {prefix: prefix for prefix in ("pre_classifier.", "classifier.", "qa_outputs.")}, None
+            return {"pre_classifier.": "classifier.dense.", "classifier.": "classifier.out_proj."}
+        return {prefix: prefix for prefix in ("pre_classifier.", "classifier.", "qa_outputs.")}
     if target_class is YosoForMaskedLM:
         prefixes = {"cls.predictions.": "cls.predictions."}
         # these heads have a gelu, whatever hidden_act is, and Yoso's has hidden_act
-        return prefixes | _MLM_PREFIXES if config.hidden_act in _EXACT_GELU else prefixes, None
+        return prefixes | _MLM_PREFIXES if config.hidden_act in _EXACT_GELU else prefixes
     if target_class is YosoForSequenceClassification and config.model_type in ("bert", "ernie"):
-        return {"pooler.dense.": "classifier.dense.", "classifier.": "classifier.out_proj."}, "tanh"
-    if target_class is YosoForSequenceClassification:
-        return {"classifier.": "classifier."}, "gelu" if config.model_type == "electra" else "tanh"
+        return {"pooler.dense.": "classifier.dense.", "classifier.": "classifier.out_proj."}
     if target_class is YosoForMultipleChoice:
-        return {}, None
-    return {"classifier.": "classifier.", "qa_outputs.": "qa_outputs."}, None
+        return {}
+    return {"classifier.": "classifier.", "qa_outputs.": "qa_outputs."}
 
 
 def _target_name(name: str, prefixes: dict[str, str]) -> str | None:
