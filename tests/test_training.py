@@ -154,6 +154,27 @@ def test_an_evaluation_before_training_is_one(tmp_path):
     assert args.do_eval
 
 
+@pytest.mark.parametrize(
+    "argument", [["--do_eval", "false"], ["--do-eval=False"], ["--do_eval=0"], ["--do_eval", "no"]]
+)
+def test_no_evaluation_is_none_whatever_the_files_strategy(argument, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"do_eval: true\neval_strategy: epoch\noutput_dir: {tmp_path}\n")
+    (args,) = parse_arguments([TrainingArguments], [str(recipe), *argument])
+    assert not args.do_eval
+    assert args.eval_strategy == "no"
+    # of what is given together, Trainer decides
+    (args,) = parse_arguments(
+        [TrainingArguments], [str(recipe), *argument, "--eval_strategy", "steps", "--eval_steps=5"]
+    )
+    assert args.do_eval
+    assert args.eval_strategy == "steps"
+    for others in (["--do_eval", "true"], ["--do_eval=1"], ["--do_eval"], ["--do_train", "false"]):
+        (args,) = parse_arguments([TrainingArguments], [str(recipe), *others])
+        assert args.do_eval
+        assert args.eval_strategy == "epoch"
+
+
 def test_what_is_a_number_in_yaml_alone_stays_as_it_is_written(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
