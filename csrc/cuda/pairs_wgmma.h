@@ -107,6 +107,12 @@ __device__ __forceinline__ uint32_t widen_counts(uint32_t bytes, int upper) {
   return pair;
 }
 
+// One of such bytes times a factor, by one instruction: as bits of a number that is then 128 more.
+__device__ __forceinline__ float multiply_count(uint32_t bytes, int byte, float factor) {
+  constexpr uint32_t k128 = 0x43004300;
+  return fmaf(__uint_as_float(__byte_perm(bytes, k128, 0x7044 | byte << 8)), factor, -128 * factor);
+}
+
 __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks)
     gradients_by_warpgroups_kernel(Side<BFloat16> keys, Side<BFloat16> queries, Sizes sizes, CollidingPairs pairs,
                                    Rows<BFloat16> grad_key, Rows<BFloat16> grad_value, QueryAddends addends) {
@@ -120,8 +126,8 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
   const int group = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / kWarpgroup), 0);
   // of the lane's rows the first, found again each time, as registers are short
   const auto my_row = [] { return static_cast<int>(unknown(threadIdx.x)) / kWarp * 16 + warp_lane() / 4; };
-  // of the lane's pairs of the next tile, by 32 queries; nobody reads them soon again
-  uint32_t next_counts[2][4];
+  // of the lane's pairs of a tile, by 32 queries; nobody reads them soon again
+  uint32_t counts[2][4];
   const auto* tile_counts =
       reinterpret_cast<const uint4*>(pairs.counts + (int64_t{blockIdx.x} * Place::kStrips + threadIdx.x / kWarp) *
                                                   count_tiles(count) * kTileCounts) +
@@ -130,7 +136,7 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint4 bytes = __ldcs(tile_counts + i * kWarp);
-      memcpy(next_counts[i], &bytes, sizeof(bytes));
+      memcpy(counts[i], &bytes, sizeof(bytes));
     }
     tile_counts += kTileCounts / kPieceBytes;
   };
@@ -194,9 +200,7 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
     uint32_t weights[kColumns / 2][4], slopes[kColumns / 2][4];
 #pragma unroll
     for (int i = 0; i < kColumns * 2; ++i)
-      weights[i / 4][i % 4] = widen_counts(next_counts[i / 8][i / 2 % 4], i % 2);
-    // there are none of tiles past the last query, whose rows are zero
-    if (first + (place + 1) * kOthers < count) load_counts();
+      weights[i / 4][i % 4] = widen_counts(counts[i / 8][i / 2 % 4], i % 2);
     wait_for_products();
     keep(products);
     begin_products();
@@ -207,16 +211,18 @@ __global__ void __launch_bounds__(WgmmaPlace::kBlockThreads, WgmmaPlace::kBlocks
     const float* const factors = memory.query_factors[turn] + place * kOthers;
     const int key = my_row();
     const float my_factors[2] = {memory.key_factors[key], memory.key_factors[key + 8]};
-    // products still have the weights, which are only read
+    // from the counts once more: products have the weights, and PTX does not promise what is read of these
 #pragma unroll
     for (int i = 0; i < kColumns * 2; ++i) {
-      const float2 weight = unpack<BFloat16>(weights[i / 4][i % 4]);
+      const uint32_t bytes = counts[i / 8][i / 2 % 4];
       const int row = i % 2;
       float* const product = &products[i / 2][row * 2];
       const float2 factor = *reinterpret_cast<const float2*>(factors + i / 2 * 8 + warp_lane() % 4 * 2);
-      product[0] *= weight.x * factor.x * my_factors[row];
-      product[1] *= weight.y * factor.y * my_factors[row];
+      product[0] *= multiply_count(bytes, row * 2, factor.x) * my_factors[row];
+      product[1] *= multiply_count(bytes, row * 2 + 1, factor.y) * my_factors[row];
     }
+    // there are none of tiles past the last query, whose rows are zero
+    if (first + (place + 1) * kOthers < count) load_counts();
     round_weights<BFloat16>(products, slopes);
     BFloat16* const rows = memory.slopes[place];
 #pragma unroll
