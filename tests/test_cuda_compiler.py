@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cuda_emulator import build as emulator
+from cuda_emulator.pending import RegisterInUse
 from test_build import build, copy_sources
 from test_cuda_kernels import needs_emulator, run_emulated
 
@@ -178,3 +179,17 @@ for way, dtype in (("buckets", torch.bfloat16), ("buckets", torch.float32), ("pa
 """
     with pytest.raises(AssertionError, match=message):
         run_emulated(kernels, code, watch="races")
+
+
+@pytest.mark.slow
+@needs_emulator
+def test_sums_that_are_not_there_yet_are_found(tmp_path, monkeypatch):
+    """The emulator multiplies at once, so that results would be right."""
+    root = copy_sources(tmp_path)
+    source = root / "csrc" / "cuda" / "pairs_wgmma.h"
+    line = "    wait_for_products();\n    keep(sums);\n    keep(value_sums);\n    keep(query_sums);\n"
+    assert line in source.read_text()
+    source.write_text(source.read_text().replace(line, line.replace("()", "<1>()", 1)))
+    monkeypatch.setattr(emulator, "ROOT", root)
+    with pytest.raises(RegisterInUse, match="of a product that has not been waited for"):
+        emulator.build(root / "kernels.so", kernels=("sampled_attention_pairs",))

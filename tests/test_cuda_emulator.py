@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 from cuda_emulator import build as emulator
+from cuda_emulator.pending import RegisterInUse, check_products
 from test_cuda_kernels import needs_emulator, run_emulated
 
 CALLS = """
@@ -96,3 +97,62 @@ def test_barriers_of_warpgroups(products):
 def test_a_barrier_of_too_few_is_found(products, of_block, waits):
     with pytest.raises(AssertionError, match=r"(?s)after (read|write).* a race"):
         run_emulated(products, turn_around(of_block, waits), str(products), watch="races")
+
+
+# instructions for paths through products that are under way: two groups, of registers of their own
+MULTIPLY = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+PRODUCT = MULTIPLY + "{%f1, %f2, %f3, %f4}, {%r1, %r2, %r3, %r4}, %rd1, p, 1, 1, 0; "
+OTHER = MULTIPLY + "{%f5, %f6, %f7, %f8}, %rd2, %rd3, p, 1, 1, 0, 0; "
+COMMIT = "wgmma.commit_group.sync.aligned; "
+GROUP = PRODUCT + COMMIT
+WAIT, WAIT_BUT_ONE, WAIT_BUT_TWO = (f"wgmma.wait_group.sync.aligned {number}; " for number in range(3))
+USE = "add.f32 %f9, %f1, %f1; "
+
+
+def make_ptx(code):
+    lines = code.replace("$", "\n$")
+    return f'.file 1 "/made/up.cu"\n.visible .entry made_up(.param .u64 x)\n{{\n.loc 1 7 3\n{lines}\nret;\n}}\n'
+
+
+@pytest.mark.parametrize(
+    ("code", "register"),
+    [
+        (GROUP + USE + WAIT, "f1"),
+        (GROUP + "shl.b32 %r9, %r4, 16; " + WAIT, "r4"),
+        (GROUP + "cvt.rn.bf16x2.f32 %r2, %f9, %f9; " + WAIT, "r2"),
+        (GROUP + "mov.f32 %f9, %f2; st.global.f32 [%rd4], %f9; " + WAIT, "f9"),
+        (PRODUCT + WAIT + USE, "f1"),
+        (PRODUCT + OTHER + COMMIT + USE, "f1"),
+        (GROUP + COMMIT * 12 + USE, "f1"),
+        (GROUP + WAIT_BUT_ONE + USE, "f1"),
+        (OTHER + COMMIT + GROUP + WAIT_BUT_ONE + USE, "f1"),
+        ("$again: add.f32 %f9, %f3, %f3; " + GROUP + "@%p1 bra $again; " + WAIT, "f3"),
+        (GROUP + "@!%p1 bra $over; " + WAIT + "$over: " + USE, "f1"),
+        # what a loop has begun before that is ended in it, but for the last
+        ("$again: " + GROUP + WAIT_BUT_ONE + "@%p1 bra $again; " + USE + WAIT, "f1"),
+    ],
+)
+def test_registers_of_a_product_under_way_are_found(code, register):
+    with pytest.raises(RegisterInUse, match=rf"up\.cu:7: .*: %{register} of a product that has not been waited for"):
+        check_products(make_ptx(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        GROUP + WAIT + USE,
+        GROUP + OTHER + COMMIT + WAIT_BUT_ONE + USE + WAIT,
+        # sums that another product goes on with
+        GROUP + "mov.f32 %f5, %f1; " + OTHER + COMMIT + WAIT + "add.f32 %f9, %f5, %f1;",
+        GROUP + "mov.f32 %f9, %f1; mov.f32 %f9, 0f00000000; add.f32 %f9, %f9, %f9; " + WAIT,
+        "$again: " + WAIT + USE + GROUP + "@%p1 bra $again; " + WAIT + USE,
+        GROUP + OTHER + COMMIT * 2 + WAIT_BUT_TWO + USE + WAIT,
+        # never reached
+        GROUP + "bra $over; " + USE + "$over: " + WAIT,
+        GROUP + "ret; " + USE,
+        # of more groups than a wait can leave out
+        GROUP * 12 + OTHER + COMMIT + WAIT_BUT_ONE + USE + WAIT,
+    ],
+)
+def test_registers_may_be_used_once_the_product_has_been_waited_for(code):
+    check_products(make_ptx(code))

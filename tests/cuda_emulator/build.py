@@ -24,8 +24,10 @@ import torch
 from torch.utils import cpp_extension
 
 if __package__:
+    from .pending import check_products
     from .translate import translate
 else:
+    from pending import check_products
     from translate import translate
 
 HERE = Path(__file__).parent
@@ -56,6 +58,7 @@ def build(target: Path, arch: str = "90a", kernels: Sequence[str] = ("*",)) -> s
     Raises:
         subprocess.CalledProcessError: a compiler failed; what it said is on stderr.
         translate.UnknownInstruction: a kernel has an instruction that the translator does not know.
+        pending.RegisterInUse: a kernel has registers of products in use that it has not waited for.
     """
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     sources = sorted({source for name in kernels for source in (ROOT / "csrc" / "cuda").glob(f"{name}.cu")})
@@ -77,7 +80,9 @@ def build(target: Path, arch: str = "90a", kernels: Sequence[str] = ("*",)) -> s
             return [str(program)], ""
         architecture = f"-gencode=arch=compute_{arch},code=[compute_{arch},sm_{arch}]"
         log = run(*command, *KERNEL_FLAGS, architecture, "--keep", "--keep-dir", str(folder))
-        translated.write_text(translate((folder / f"{source.stem}.ptx").read_text()))
+        ptx = (folder / f"{source.stem}.ptx").read_text()
+        check_products(ptx)
+        translated.write_text(translate(ptx))
         run(COMPILER, "-c", str(translated), "-o", str(kernels), *FLAGS)
         return [str(program), str(kernels)], log
 

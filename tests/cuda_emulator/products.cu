@@ -102,7 +102,8 @@ __global__ void __launch_bounds__(kThreads) products_kernel(float* out, const fl
     __syncthreads();
     fill<transposed_b>(shared_b, b, columns);
   }
-  if (mistake != kNoWait) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  if (mistake == kNoWait) return;
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   for (int i = 0; i < columns / 2; ++i) out[at(i)] = d[i];
 }
 

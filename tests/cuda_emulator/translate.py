@@ -5,8 +5,9 @@ Every instruction becomes a statement that does what the PTX ISA says of it. One
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 TYPES = {"pred": "bool", "f32": "float", "f64": "double", "f16": "ptx::Half", "bf16": "ptx::BFloat16"}
 TYPES |= {"bf16x2": "ptx::BFloat16Pair"}
@@ -503,6 +504,32 @@ def lay_out(parameters: str) -> tuple[dict[str, int], list[tuple[int, int]]]:
     return offsets, sizes
 
 
+class Kernel(NamedTuple):
+    """The parts of a kernel's PTX."""
+
+    name: str
+    parameters: str
+    limits: str
+    body: str
+
+
+def find_kernels(ptx: str) -> Iterator[Kernel]:
+    """The kernels of a module, without comments."""
+    ptx = re.sub(r"//[^\n]*", "", ptx)
+    for entry in ENTRY.finditer(ptx):
+        depth, end = 1, entry.end()
+        while depth > 0:
+            brace = re.compile("[{}]").search(ptx, end)
+            depth += 1 if brace[0] == "{" else -1
+            end = brace.end()
+        yield Kernel(*entry.group("name", "parameters", "limits"), ptx[entry.end() : end - 1])
+
+
+def source_files(ptx: str) -> dict[str, str]:
+    """The names of a module's sources, by their numbers."""
+    return {number: Path(path).name for number, path in re.findall(r'^\s*\.file\s+(\d+) "([^"]*)"', ptx, re.M)}
+
+
 def translate(ptx: str) -> str:
     """Translate a module.
 
@@ -515,25 +542,19 @@ def translate(ptx: str) -> str:
     Raises:
         UnknownInstruction: the module has an instruction, or a form of one, that is not known here.
     """
-    files = {number: Path(path).name for number, path in re.findall(r'^\s*\.file\s+(\d+) "([^"]*)"', ptx, re.M)}
-    ptx = re.sub(r"//[^\n]*", "", ptx)
+    files = source_files(ptx)
     # a block's shared memory begins at address 0
     shared = dict.fromkeys(re.findall(r"^\.extern \.shared [^;]*?(\w+)\[\];", ptx, re.M), "0")
     lines = ['#include "ptx.h"', "using namespace ptx;", "namespace {"]
-    for number, entry in enumerate(ENTRY.finditer(ptx)):
-        offsets, sizes = lay_out(entry["parameters"])
+    for number, kernel in enumerate(find_kernels(ptx)):
+        offsets, sizes = lay_out(kernel.parameters)
         symbols = {name: f"reinterpret_cast<uint64_t>(parameters + {offset})" for name, offset in offsets.items()}
-        depth, end = 1, entry.end()
-        while depth > 0:
-            brace = re.compile("[{}]").search(ptx, end)
-            depth += 1 if brace[0] == "{" else -1
-            end = brace.end()
         function = Function(shared | symbols, files)
-        function.translate(contract(ptx[entry.end() : end - 1]))
-        threads = re.search(r"\.maxntid (\d+)", entry["limits"])
+        function.translate(contract(kernel.body))
+        threads = re.search(r"\.maxntid (\d+)", kernel.limits)
         layout = ", ".join(f"{{{offset}, {size}}}" for offset, size in sizes)
         stretches = ", ".join(map(str, function.stretches))
         lines += [f"void kernel_{number}(const unsigned char* parameters) {{", *function.lines, "}"]
-        launch = f'"{entry["name"]}", kernel_{number}, {threads[1] if threads else 1024}'
+        launch = f'"{kernel.name}", kernel_{number}, {threads[1] if threads else 1024}'
         lines.append(f"const bool added_{number} = emulator::add_kernel({{{launch}, {{{layout}}}, {{{stretches}}}}});")
     return "\n".join([*lines, "}  // namespace", ""])
