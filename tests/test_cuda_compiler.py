@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cuda_emulator import build as emulator
-from cuda_emulator.pending import RegisterInUse
+from cuda_emulator.product_registers import RegisterInUse
 from test_build import build, copy_sources
 from test_cuda_kernels import needs_emulator, run_emulated
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from cuda_emulator import build as emulator
-from cuda_emulator.pending import RegisterInUse, check_products
+from cuda_emulator.product_registers import RegisterInUse, check_products
 from test_cuda_kernels import needs_emulator, run_emulated
 
 CALLS = """
@@ -57,10 +57,9 @@ for which in range(6):
         (1, "read after write.* a race|write after read.* a race"),
         (2, r"read by tensor cores without fence\.proxy\.async after write.* a race"),
         (3, "read after write.* a race|write after read.* a race"),
-        (4, "without a fence before"),
-        (5, "products of a warpgroup that nobody waited for"),
-        (6, "layout is not the swizzle of 128 bytes"),
-        (7, "a warpgroup of less than four warps"),
+        (4, "products of a warpgroup that nobody waited for"),
+        (5, "layout is not the swizzle of 128 bytes"),
+        (6, "a warpgroup of less than four warps"),
     ],
 )
 def test_a_mistake_around_a_product_is_found(products, mistake, message):
@@ -103,9 +102,9 @@ def test_a_barrier_of_too_few_is_found(products, of_block, waits):
 MULTIPLY = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
 PRODUCT = MULTIPLY + "{%f1, %f2, %f3, %f4}, {%r1, %r2, %r3, %r4}, %rd1, p, 1, 1, 0; "
 OTHER = MULTIPLY + "{%f5, %f6, %f7, %f8}, %rd2, %rd3, p, 1, 1, 0, 0; "
-COMMIT = "wgmma.commit_group.sync.aligned; "
-GROUP = PRODUCT + COMMIT
-WAIT, WAIT_BUT_ONE, WAIT_BUT_TWO = (f"wgmma.wait_group.sync.aligned {number}; " for number in range(3))
+FENCE, COMMIT = (f"wgmma.{name}.sync.aligned; " for name in ("fence", "commit_group"))
+GROUP = FENCE + PRODUCT + COMMIT
+WAIT, WAIT_BUT_ONE, WAIT_BUT_THREE = (f"wgmma.wait_group.sync.aligned {number}; " for number in (0, 1, 3))
 USE = "add.f32 %f9, %f1, %f1; "
 
 
@@ -121,11 +120,11 @@ def make_ptx(code):
         (GROUP + "shl.b32 %r9, %r4, 16; " + WAIT, "r4"),
         (GROUP + "cvt.rn.bf16x2.f32 %r2, %f9, %f9; " + WAIT, "r2"),
         (GROUP + "mov.f32 %f9, %f2; st.global.f32 [%rd4], %f9; " + WAIT, "f9"),
-        (PRODUCT + WAIT + USE, "f1"),
-        (PRODUCT + OTHER + COMMIT + USE, "f1"),
+        (FENCE + PRODUCT + WAIT + USE, "f1"),
+        (FENCE + PRODUCT + OTHER + COMMIT + USE, "f1"),
         (GROUP + COMMIT * 12 + USE, "f1"),
         (GROUP + WAIT_BUT_ONE + USE, "f1"),
-        (OTHER + COMMIT + GROUP + WAIT_BUT_ONE + USE, "f1"),
+        (FENCE + OTHER + COMMIT + GROUP + WAIT_BUT_ONE + USE, "f1"),
         ("$again: add.f32 %f9, %f3, %f3; " + GROUP + "@%p1 bra $again; " + WAIT, "f3"),
         (GROUP + "@!%p1 bra $over; " + WAIT + "$over: " + USE, "f1"),
         # what a loop has begun before that is ended in it, but for the last
@@ -143,10 +142,11 @@ def test_registers_of_a_product_under_way_are_found(code, register):
         GROUP + WAIT + USE,
         GROUP + OTHER + COMMIT + WAIT_BUT_ONE + USE + WAIT,
         # sums that another product goes on with
-        GROUP + "mov.f32 %f5, %f1; " + OTHER + COMMIT + WAIT + "add.f32 %f9, %f5, %f1;",
+        GROUP + "mov.f32 %f5, %f1; " + FENCE + OTHER + COMMIT + WAIT + "add.f32 %f9, %f5, %f1;",
+        GROUP + PRODUCT + COMMIT + WAIT + USE + GROUP + WAIT,
         GROUP + "mov.f32 %f9, %f1; mov.f32 %f9, 0f00000000; add.f32 %f9, %f9, %f9; " + WAIT,
         "$again: " + WAIT + USE + GROUP + "@%p1 bra $again; " + WAIT + USE,
-        GROUP + OTHER + COMMIT * 2 + WAIT_BUT_TWO + USE + WAIT,
+        GROUP + OTHER + COMMIT * 3 + WAIT_BUT_THREE + USE + WAIT,
         # never reached
         GROUP + "bra $over; " + USE + "$over: " + WAIT,
         GROUP + "ret; " + USE,
@@ -156,3 +156,21 @@ def test_registers_of_a_product_under_way_are_found(code, register):
 )
 def test_registers_may_be_used_once_the_product_has_been_waited_for(code):
     check_products(make_ptx(code))
+
+
+@pytest.mark.parametrize(
+    ("code", "register"),
+    [
+        (PRODUCT + COMMIT + WAIT, "f1, %f2, %f3, %f4, %r1, %r2, %r3, %r4"),
+        (GROUP + WAIT + USE + "add.f32 %f9, %f9, %f9; " + PRODUCT + COMMIT + WAIT, "f1"),
+        (FENCE + "cvt.rn.bf16x2.f32 %r2, %f9, %f9; " + PRODUCT + COMMIT + WAIT, "r2"),
+        (FENCE + "mov.f32 %f4, 0f00000000; " + PRODUCT + COMMIT + WAIT, "f4"),
+        # but for the first time
+        (FENCE + "$again: " + PRODUCT + COMMIT + WAIT + USE + "@%p1 bra $again;", "f1"),
+        ("@%p1 bra $over; " + FENCE + "$over: " + PRODUCT + COMMIT + WAIT, "f1, .*"),
+    ],
+)
+def test_a_product_that_takes_registers_without_a_fence_is_found(code, register):
+    message = rf"up\.cu:7: wgmma.*: %{register} of other instructions since the last fence"
+    with pytest.raises(RegisterInUse, match=message):
+        check_products(make_ptx(code))

@@ -24,10 +24,10 @@ import torch
 from torch.utils import cpp_extension
 
 if __package__:
-    from .pending import check_products
+    from .product_registers import check_products
     from .translate import translate
 else:
-    from pending import check_products
+    from product_registers import check_products
     from translate import translate
 
 HERE = Path(__file__).parent
@@ -58,7 +58,7 @@ def build(target: Path, arch: str = "90a", kernels: Sequence[str] = ("*",)) -> s
     Raises:
         subprocess.CalledProcessError: a compiler failed; what it said is on stderr.
         translate.UnknownInstruction: a kernel has an instruction that the translator does not know.
-        pending.RegisterInUse: a kernel has registers of products in use that it has not waited for.
+        product_registers.RegisterInUse: a kernel has registers of products in use that it has not waited for.
     """
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     sources = sorted({source for name in kernels for source in (ROOT / "csrc" / "cuda").glob(f"{name}.cu")})

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kRows = 64, kDepth = 64, kGroups = 2, kThreads = 128 * kGroups;
 
-enum Mistake { kNone, kNoBarrier, kNoProxyFence, kWriteBeforeWait, kNoFence, kNoWait, kNoSwizzle, kTooFewThreads };
+enum Mistake { kNone, kNoBarrier, kNoProxyFence, kWriteBeforeWait, kNoWait, kNoSwizzle, kTooFewThreads };
 
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
@@ -42,6 +42,8 @@ __device__ void multiply(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int
       : SIXTEEN(0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds), "n"(int{transposed_b}));
 }
+
+__device__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Where an element lies, in bytes, of tiles of 64 x 64, rows of 128 bytes whose 16-byte parts are swizzled.
 template <bool transposed>
@@ -81,7 +83,6 @@ __global__ void __launch_bounds__(kThreads) products_kernel(float* out, const fl
   for (int i = 0; i < columns / 2; ++i) d[i] = before == nullptr ? __int_as_float(0x7FC00000) : before[at(i)];
   const int layout = mistake != kNoSwizzle;
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  if (mistake != kNoFence) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
   for (int step = 0; step < kDepth / 16; ++step) {
     const uint64_t of_b = descriptor_of(address + kRows * kDepth * 2 + step * kStepB, layout);
     if constexpr (a_in_registers) {
@@ -90,9 +91,11 @@ __global__ void __launch_bounds__(kThreads) products_kernel(float* out, const fl
         const int k = step * 16 + column + r / 2 * 8;
         of_a[r] = *reinterpret_cast<const uint32_t*>(a + (row + r % 2 * 8) * kDepth + k);
       }
+      begin_products();
       multiply<transposed_b>(d, of_a, of_b, before != nullptr || step > 0);
     } else {
       const uint64_t of_a = descriptor_of(address + step * kStepA, layout);
+      begin_products();
       multiply<transposed_a, transposed_b>(d, of_a, of_b, before != nullptr || step > 0);
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

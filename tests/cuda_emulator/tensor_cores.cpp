@@ -158,13 +158,11 @@ void multiply_in_warp(const float (&a)[8], const float (&b)[4], float (&d)[4], i
 void multiply_in_warpgroup(const Product& product, const uint32_t* a, float* d, int operation) {
   const unsigned number = block.current / kWarpgroup, in_group = block.current % kWarpgroup;
   if (block.threads.size() < (number + 1) * kWarpgroup) fail("a warpgroup of less than four warps", product.place);
-  Thread& thread = block.thread();
-  if (!thread.products_fenced) fail("a product of a warpgroup without a fence before", product.place);
   Warpgroup& group = warpgroup();
   if (group.barrier.arrived == 0) group.operation = operation, group.product = product;
   if (group.operation != operation || group.product != product)
     fail("threads of a warpgroup that multiply different matrices", product.place);
-  thread.products.open.push_back(product);
+  block.thread().products.open.push_back(product);
   look_at_operands(product);
 
   // Each thread reads and writes its own elements, so that none need wait until others have.
@@ -179,14 +177,8 @@ void multiply_in_warpgroup(const Product& product, const uint32_t* a, float* d, 
   for (unsigned i = 0; i < product.columns / 2; ++i) d[i] = element(i);
 }
 
-void fence_products() { block.thread().products_fenced = true; }
-
 void commit_products() { block.thread().products.commit(); }
 
-void finish_products(unsigned newest) {
-  block.thread().products.finish(newest, look_at_operands);
-  // what uses the registers now comes before the next products
-  block.thread().products_fenced = false;
-}
+void finish_products(unsigned newest) { block.thread().products.finish(newest, look_at_operands); }
 
 }  // namespace emulator

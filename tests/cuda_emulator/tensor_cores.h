@@ -16,8 +16,7 @@ void multiply_in_warp(const float (&a)[8], const float (&b)[4], float (&d)[4], i
 // warp w is element (16 w + lane / 4 + 8 (r / 2), 8 j + 2 (lane % 4) + r % 2); a's registers, if it lies in them, are
 // those of mma.m16n8k16 for rows 16 w..16 w + 15.
 void multiply_in_warpgroup(const Product& product, const uint32_t* a, float* d, int operation);
-// What wgmma.fence, commit_group and wait_group do, the last for all groups but the newest.
-void fence_products();
+// What wgmma.commit_group and wait_group do, the latter for all groups but the newest.
 void commit_products();
 void finish_products(unsigned newest);
 

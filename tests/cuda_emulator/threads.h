@@ -106,9 +106,8 @@ struct Thread {
   uint64_t generation = 0;
   // what copies under way will write
   Groups<Copy> copies;
-  // the products of its warpgroup; and whether what it has done to their registers came before the next
+  // the products of its warpgroup
   Groups<Product> products;
-  bool products_fenced = false;
   // when it made its writes known to tensor cores: how often all threads had met, and those of its warpgroup
   struct ProxyFence {
     uint64_t barriers, group_syncs;

@@ -42,7 +42,8 @@ WHOLE = {
     "cp.async.wait_all": "emulator::finish_copies();",
     "fence.proxy.async": "emulator::fence_proxy();",
     "fence.proxy.async.shared::cta": "emulator::fence_proxy();",
-    "wgmma.fence.sync.aligned": "emulator::fence_products();",
+    # product_registers.py looks for it
+    "wgmma.fence.sync.aligned": ";",
     "wgmma.commit_group.sync.aligned": "emulator::commit_products();",
     "griddepcontrol.wait": "emulator::wait_for_launches_before();",
     "griddepcontrol.launch_dependents": ";",
