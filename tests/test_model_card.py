@@ -210,3 +210,18 @@ def test_the_card_has_the_last_results_and_the_repository_s_name(tmp_path):
     found = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert found == {"loss": 1.0, "accuracy": 0.25}
     assert 'from_pretrained("your-name/your-run")' in card.text
+
+
+@pytest.mark.parametrize("named", ["nyu-mll/glue", ["nyu-mll/glue", "your-name/reviews"]])
+def test_data_sets_that_are_named_for_the_card_go_before_those_of_the_trainer(named, tmp_path):
+    model = YosoForSequenceClassification(YosoConfig(**SIZES))
+    trainer = CardTrainer(model, TrainingArguments(tmp_path, use_cpu=True), datasets=["your-name/other"])
+    trainer.state.global_step = 3
+    # in the order of Trainer's arguments
+    trainer.create_model_card("en", "mit", "short", "your-run", dataset_tags=named)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.datasets == ([named] if isinstance(named, str) else named)
+    assert "3 steps of Trainer on [nyu-mll/glue](https://huggingface.co/datasets/nyu-mll/glue)" in card.text
+    assert "other" not in card.text
+    assert (card.data.language, card.data.license, card.data.model_name) == ("en", "mit", "your-run")
+    assert card.data.tags[:2] == ["yoso", "short"]

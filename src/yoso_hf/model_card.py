@@ -265,7 +265,8 @@ class CardTrainer(Trainer):
     in the order of an uninterrupted one by every strategy, and evaluations leave its random numbers as they were.
 
     Args:
-        datasets: names of the hub's data sets that the model is trained on; None: data of one's own.
+        datasets: names of the hub's data sets that the model is trained on; None: data of one's own. dataset_tags of
+            push_to_hub and create_model_card go before them.
         evaluated_on: what the evaluation data are, where they are a data set of the hub: the fields task_type,
             dataset_type, dataset_name and, if need be, dataset_config and dataset_split of EvalResult.
         *args, **arguments: those of Trainer.
@@ -282,20 +283,31 @@ class CardTrainer(Trainer):
         self.datasets = datasets
         self.evaluated_on = evaluated_on
 
-    def create_model_card(self, model_name: str | None = None, tags: str | list[str] | None = None, **kwargs: Any):
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kwargs |= {"language": language, "license": license, "tags": tags, "model_name": model_name}
         model = self.accelerator.unwrap_model(self.model)
         if not isinstance(model, YosoPreTrainedModel):
-            super().create_model_card(model_name=model_name, tags=tags, **kwargs)
+            super().create_model_card(**kwargs)
             return
         if not self.is_world_process_zero():
             return
-        summary = TrainingSummary.from_trainer(self, tags=tags, model_name=model_name, **kwargs)
+        # without one, the summary has what the data were read by
+        named = kwargs.get("dataset_tags") or self.datasets or []
+        datasets = [named] if isinstance(named, str) else named
+        summary = TrainingSummary.from_trainer(self, **kwargs)
         metadata = {
             "license": summary.license,
             "language": summary.language,
             "base_model": summary.finetuned_from or None,
             # what it is only evaluated on is no data of its training
-            "datasets": self.datasets if self.state.global_step else None,
+            "datasets": datasets if self.state.global_step else None,
             "tags": summary.tags,
         }
         metrics = self._final_metrics()
@@ -308,7 +320,7 @@ class CardTrainer(Trainer):
         card = model_card(
             model,
             self.hub_model_id or summary.model_name,
-            training=self._describe_training(summary, {} if self.evaluated_on else metrics),
+            training=self._describe_training(summary, datasets, {} if self.evaluated_on else metrics),
             **{name: value for name, value in metadata.items() if value},
         )
         write_text(Path(self.args.output_dir) / "README.md", str(card))
@@ -337,8 +349,8 @@ class CardTrainer(Trainer):
                     metrics[name.removeprefix("eval_")] = value
         return metrics
 
-    def _describe_training(self, summary: TrainingSummary, metrics: dict[str, float]) -> str:
-        data = ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in self.datasets or ())
+    def _describe_training(self, summary: TrainingSummary, datasets: list[str], metrics: dict[str, float]) -> str:
+        data = ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in datasets)
         data = data or "data that are not on the hub"
         steps = f"{self.state.global_step} step{'' if self.state.global_step == 1 else 's'} of Trainer"
         versions = f"transformers {transformers.__version__} and torch {torch.__version__}"
