@@ -311,7 +311,9 @@ def test_exact_rows_of_random_sizes(seed):
 @pytest.mark.parametrize(
     "shape",
     [(1, 2, 157, 301, 64, 64, 70, 6), (1, 1, 130, 97, 64, 40, 33, 12), (1, 1, 65, 90, 128, 100, 128, 8)]
-    + [(1, 1, 65, 90, 64, 64, 130, 10), (1, 1, 65, 90, 128, 100, 128, 12), (2, 2, 129, 30, 64, 64, 32, 1)],
+    + [(1, 1, 65, 90, 64, 64, 130, 10), (1, 1, 65, 90, 128, 100, 128, 12), (2, 2, 129, 30, 64, 64, 32, 1)]
+    # by tables with places of 16 bits, the largest that there are, and by planes beyond
+    + [(1, 2, 131, 97, 64, 40, 3, 13), (1, 1, 65, 90, 64, 64, 3, 14)],
 )
 def test_backward_of_many_hash_functions_is_as_accurate_as_pytorch(shape, dtype):
     inputs = Inputs("mixed", shape, dtype)

@@ -34,6 +34,8 @@ __host__ __device__ constexpr int32_t table_entries(int32_t tau) { return (1 << 
 struct CountProblem {
   // "mine" being the keys
   PairedCodes codes;
+  // of all heads; where pairs are compared by planes, none
+  const uint32_t* places;
   // [heads, strips, tiles, kTileCounts]; of queries past the last, and of rows without codes, anything
   uint8_t* counts;
   int32_t first_head, first_strip, strips, tiles;
@@ -103,18 +105,31 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return word;
 }
 
+// Places [heads, tiles, num_hash, kWarp]: where in a function's table a lane's two queries find their words, in bytes,
+// 16 bits each.
+__global__ void __launch_bounds__(kRowThreads) find_places_kernel(PairedCodes codes, int32_t tiles, uint32_t* places) {
+#if YOSO_HAS_WGMMA
+  const int32_t head = blockIdx.x / tiles, first = blockIdx.x % tiles * kTileQueries, queries = codes.others.length;
+  const uint32_t nowhere = table_entries(codes.tau) - 1;
+  for (int32_t i = threadIdx.x; i < codes.num_hash * kWarp; i += kRowThreads) {
+    const int64_t list = int64_t{head} * codes.num_hash + i / kWarp;
+    const auto place = [&](int32_t query) {
+      return query < queries ? min(static_cast<uint32_t>(codes.others.at(list * queries + query)), nowhere) : nowhere;
+    };
+    const int32_t query = first + i % kWarp * 2;
+    places[int64_t{blockIdx.x} * codes.num_hash * kWarp + i] = (place(query) | place(query + 1) << 16) * kWordBytes;
+  }
+#endif
+}
+
 // A warp counts the functions that agree for the block's keys and a tile of queries, two a lane.
 __global__ void __launch_bounds__(kCountThreads, 2) count_by_tables_kernel(CountProblem p) {
 #if YOSO_HAS_WGMMA
   static_assert(kTableKeys == 2 * kStripKeys && kTileQueries == 2 * kWarp && kHashesAtOnce == 8, "as the words are");
   const PairedCodes& codes = p.codes;
   const int32_t groups = p.strips / 2, head = blockIdx.x / groups, strip = blockIdx.x % groups * 2;
-  const int32_t keys = codes.mine.length, queries = codes.others.length, entries = table_entries(codes.tau);
+  const int32_t keys = codes.mine.length, entries = table_entries(codes.tau);
   const int64_t first_list = (p.first_head + int64_t{head}) * codes.num_hash;
-  // longer codes have tables that fit nowhere
-  using Code = int16_t;
-  const Code* const head_codes = static_cast<const Code*>(codes.others.codes) + first_list * queries;
-  const uint32_t list_bytes = queries * static_cast<uint32_t>(sizeof(Code));
   uint32_t* const tables = shared_memory<uint32_t>();
 
   for (int32_t i = threadIdx.x; i < codes.num_hash * entries; i += kCountThreads) tables[i] = 0;
@@ -134,23 +149,20 @@ __global__ void __launch_bounds__(kCountThreads, 2) count_by_tables_kernel(Count
 #pragma unroll 1
   for (int32_t tile = threadIdx.x / kWarp; tile < p.tiles; tile += kCountThreads / kWarp) {
     const uint32_t tile_query = warp_lane() * 2;
-    const int32_t query = tile * kTileQueries + static_cast<int32_t>(tile_query);
     BitCounts counts[2];
-    // past the last there is the last again
-    const Code* const query_codes[2] = {head_codes + min(query, queries - 1), head_codes + min(query + 1, queries - 1)};
+    const uint32_t* from = p.places + (first_list * p.tiles + int64_t{tile} * codes.num_hash) * kWarp + warp_lane();
     const auto add = [&](int32_t hash, bool is_whole) {
-      uint32_t found[2][kHashesAtOnce];
+      uint32_t both[kHashesAtOnce], found[2][kHashesAtOnce];
 #pragma unroll
-      for (int i = 0; i < 2 * kHashesAtOnce; ++i) {
-        const bool exists = is_whole || hash + i / 2 < codes.num_hash;
-        found[i % 2][i / 2] = exists ? *row_at(query_codes[i % 2], hash + i / 2, list_bytes) : ~0u;
-      }
+      for (int i = 0; i < kHashesAtOnce; ++i)
+        both[i] = is_whole || hash + i < codes.num_hash ? from[i * kWarp] : 0;
+      from += kHashesAtOnce * kWarp;
 #pragma unroll
-      for (int i = 0; i < 2 * kHashesAtOnce; ++i) {
-        // functions that there are not have no code in the first table either
-        const int32_t table = is_whole || hash + i / 2 < codes.num_hash ? (hash + i / 2) * entries : 0;
-        found[i % 2][i / 2] =
-            load_shared(tables_address + table * kWordBytes + min(found[i % 2][i / 2], entries - 1u) * kWordBytes);
+      for (int i = 0; i < kHashesAtOnce; ++i) {
+        const bool exists = is_whole || hash + i < codes.num_hash;
+        const uint32_t table = tables_address + (hash + i) * entries * kWordBytes;
+        found[0][i] = exists ? load_shared(table + (both[i] & 0xFFFF)) : 0;
+        found[1][i] = exists ? load_shared(table + (both[i] >> 16)) : 0;
       }
 #pragma unroll
       for (int q = 0; q < 2; ++q) counts[q].add(found[q]);
@@ -221,10 +233,21 @@ inline int64_t table_bytes(int64_t num_hash, int64_t tau) {
   return num_hash * table_entries(static_cast<int32_t>(tau)) * static_cast<int64_t>(sizeof(uint32_t));
 }
 
-// Which planes counting takes: none where there is memory for tables.
+// Which planes counting takes: none where there is memory for tables, of whose places 16 bits are enough.
 inline PlaneOrder planes_to_count(const Device& device, int64_t num_hash, int64_t tau) {
-  return table_bytes(num_hash, tau) <= static_cast<int64_t>(device.shared_bytes()) ? PlaneOrder::kNone
-                                                                                   : PlaneOrder::kRows;
+  const bool by_tables =
+      table_bytes(num_hash, tau) <= static_cast<int64_t>(device.shared_bytes()) && table_bytes(1, tau) < 1 << 16;
+  return by_tables ? PlaneOrder::kNone : PlaneOrder::kRows;
+}
+
+// Where queries find their words in tables, if there are any.
+inline Tensor find_places(const Device& device, const Tensor& like, const PairedCodes& codes, int64_t heads) {
+  const int32_t tiles = count_tiles(codes.others.length);
+  if (codes.mine.planes != nullptr) heads = 0;
+  Tensor places = empty_tensor(like, {heads, tiles, codes.num_hash, kWarp}, ScalarType::Int);
+  launch(device, find_places_kernel, heads * tiles, kRowThreads, 0, codes, tiles,
+         static_cast<uint32_t*>(places.mutable_data_ptr()));
+  return places;
 }
 
 // Fills in the counts of `heads` heads.

@@ -73,6 +73,7 @@ void backward_by_pairs(const Device& device, const Tensor& grad, const Tensor& q
   const Tensor sums = empty_tensor(query, {most_heads, N, D}, ScalarType::Float);
   const Tensor addends = empty_tensor(query, {most_heads, most_lists, N, addend_columns<In>(D)}, ScalarType::BFloat16);
   const int32_t tiles = count_tiles(count_of(N, "queries"));
+  const Tensor places = find_places(device, query, pairs.codes, heads);
   const Tensor counts =
       empty_tensor(query, {most_heads, most_lists, Way::kCounts, tiles, kTileQueries}, ScalarType::Byte);
   auto* const counts_of_launch = static_cast<uint8_t*>(counts.mutable_data_ptr());
@@ -94,7 +95,8 @@ void backward_by_pairs(const Device& device, const Tensor& grad, const Tensor& q
       if constexpr (Way::kCounts > 0) {
         const auto first_strip = static_cast<int32_t>(first_list * Place::kStrips);
         count_pairs(device,
-                    {pairs.codes, counts_of_launch, all.first_head, first_strip, all.lists * Place::kStrips, tiles},
+                    {pairs.codes, static_cast<const uint32_t*>(places.const_data_ptr()), counts_of_launch,
+                     all.first_head, first_strip, all.lists * Place::kStrips, tiles},
                     heads_now);
         pairs.counts = counts_of_launch;
       }
