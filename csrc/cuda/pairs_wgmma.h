@@ -107,7 +107,7 @@ __device__ __forceinline__ uint32_t widen_counts(uint32_t bytes, int upper) {
   return pair;
 }
 
-// One of such bytes times a factor, by one instruction: as bits of a number that is then 128 more.
+// One of such bytes times a factor: as bits of a number it is 128 more, which the same instruction takes off again.
 __device__ __forceinline__ float multiply_count(uint32_t bytes, int byte, float factor) {
   constexpr uint32_t k128 = 0x43004300;
   return fmaf(__uint_as_float(__byte_perm(bytes, k128, 0x7044 | byte << 8)), factor, -128 * factor);
