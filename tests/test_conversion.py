@@ -1,4 +1,5 @@
 import copy
+import csv
 import fnmatch
 import importlib
 import json
@@ -1189,12 +1190,16 @@ def test_refused_arguments(tokenizers, tmp_path, monkeypatch):
 def commands(tokenizers, tmp_path, monkeypatch):
     """A directory in which the commands of the guide and of the script find small files under the names they use."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    for name in ("scripts", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
     tokenizer = tokenizers["roberta"]
     save(make_model("roberta", "ForMaskedLM", tokenizer), tokenizer, tmp_path / "FacebookAI" / "roberta-base")
     (tmp_path / "documents").mkdir()
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 2)
     (tmp_path / "documents" / "topics.jsonl").write_text(lines)
+    for name in ("train", "validation"):
+        with open(tmp_path / f"{name}.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("text", "label"), *((text, i % 2) for i, text in enumerate(TEXTS))])
     weights, _, _ = authors_weights(layers=1, offset=2, style="code", conv=False)
     words = "model.embeddings.word_embeddings.weight"
     weights[words] = weights["mlm.mlm_class.weight"] = torch.randn(300, 32)
@@ -1215,8 +1220,8 @@ def small(command):
     command = re.sub(r" 4096\b", " 64", command.replace("\\\n", "")).replace(" 8192", " 100").replace(" 1000", " 3")
     words = shlex.split(command)
     assert words[0] == "python"
-    if words[1].endswith("run_mlm.py"):
-        words += ["--use_cpu", "--per_device_train_batch_size=4", "--disable_tqdm=true"]
+    if not words[1].endswith("convert_checkpoint.py"):
+        words += ["--use_cpu", "--disable_tqdm=true"]
     return words[1:]
 
 
@@ -1229,7 +1234,7 @@ def run(command):
 def test_guide(commands):
     """Its commands, in their order."""
     blocks = re.findall(r"```(python|bash)\n(.*?)```", (ROOT / "docs" / "conversion.md").read_text(), re.DOTALL)
-    assert [language for language, _ in blocks] == ["bash", "python", "bash", "python", "bash"]
+    assert [language for language, _ in blocks] == ["bash", "python", "bash", "bash", "python", "bash"]
     printed, names = [], {}
     for language, text in blocks:
         if language == "bash":
@@ -1247,6 +1252,10 @@ def test_guide(commands):
     assert before.keys() == after.keys()
     assert not changed[:2].any() and changed[2 + POSITIONS :].all()
     assert AutoTokenizer.from_pretrained(continued).model_max_length == 64
+    classifier = YosoForSequenceClassification.from_pretrained(commands / "runs" / "classifier-4096")
+    assert (classifier.config.num_labels, classifier.config.classifier_activation) == (2, "tanh")
+    words = "embeddings.word_embeddings.weight"
+    assert not torch.equal(classifier.yoso.get_parameter(words), load(continued).yoso.get_parameter(words))
     config = load(commands / "runs" / "yoso-small").config
     assert (config.num_hash, config.pad_token_id, config.eos_token_id) == (8, 1, 2)
     assert len(AutoTokenizer.from_pretrained(commands / "runs" / "yoso-small")) <= 300

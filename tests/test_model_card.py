@@ -78,10 +78,11 @@ def test_card_in_place_of_softmax_claims_nothing_of_the_paper_s_weights():
     assert "## Speed" in cosine.text and "collisions" in cosine.text
     softmax = make_card(similarity="softmax", normalization="sum", use_expectation="auto")
     assert "## Speed" not in softmax.text and "collisions" not in softmax.text
-    exact_only = "exact softmax where `auto` would sample it"
-    assert exact_only in softmax.text
-    for settings_of_others in ({"use_expectation": False}, {"use_expectation": True}, {"use_expectation": "auto"}):
-        assert exact_only not in make_card(**settings_of_others).text
+    exact_only, samples = "exact softmax where `auto` would sample it", "samples of some lengths where `auto` is exact"
+    assert exact_only in softmax.text and samples not in softmax.text
+    for expectation in (False, True, "auto"):
+        text = make_card(use_expectation=expectation).text
+        assert exact_only not in text and (samples in text) == (expectation == "auto")
     length = "bits of a hash code, tau (`hash_code_len`)"
     assert length in settings(softmax)
     assert length not in settings(make_card(similarity="softmax", normalization="sum", use_expectation=True))

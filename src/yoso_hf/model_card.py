@@ -62,7 +62,8 @@ model = {auto_class}.from_pretrained("{repo_id}")
 tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
 ```
 
-Without it, on the code in this repository, plain PyTorch: the same outputs, slower{but_exact}.
+Without it, on the code in this repository, plain PyTorch (torch 2.10 and transformers 5.17, or newer): the same
+outputs, slower{without_kernels}.
 
 ```python
 from transformers import {auto_class}, AutoTokenizer
@@ -80,6 +81,12 @@ attention, and it refuses `use_expectation="auto"` and a `hash_code_len` by head
 Zhanpeng Zeng, Yunyang Xiong, Sathya N. Ravi, Shailesh Acharya, Glenn Fung, Vikas Singh: You Only Sample (Almost) Once:
 Linear Cost Self-Attention Via Bernoulli Sampling. ICML 2021. [arXiv:2111.09714](https://arxiv.org/abs/2111.09714)
 """
+
+# by similarity, what "auto" takes without kernels where it would take the other with them
+AUTO_WITHOUT_KERNELS = {
+    "cosine": ", but samples of some lengths where `auto` is exact on a GPU's kernels, and on a CPU's with AMX",
+    "softmax": ", and exact softmax where `auto` would sample it",
+}
 
 SPEED_TEXT = """
 ## Speed
@@ -146,7 +153,7 @@ def model_card(model: YosoPreTrainedModel, repo_id: str, *, training: str | None
         )
     if training:
         sections += f"\n## Training\n\n{training}\n"
-    samples_softmax = model.config.similarity == "softmax" and model.config.use_expectation == "auto"
+    picks_by_length = model.config.use_expectation == "auto"
     if model.config.similarity == "cosine":
         header = ("attention", "pass", *(f"N = {length}" for length in SPEED_LENGTHS))
         speed = _table(header, [(*case, *ratios) for case, ratios in SPEED.items()])
@@ -158,7 +165,7 @@ def model_card(model: YosoPreTrainedModel, repo_id: str, *, training: str | None
             summary=_summary(model),
             settings=_table(("", ""), list(_settings(model).items())),
             auto_class=auto_class,
-            but_exact=", and exact softmax where `auto` would sample it" if samples_softmax else "",
+            without_kernels=AUTO_WITHOUT_KERNELS[model.config.similarity] if picks_by_length else "",
             repo_id=repo_id,
             sections=sections,
         )
