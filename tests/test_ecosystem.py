@@ -375,6 +375,21 @@ def test_fully_shard(mode, model_class, one_process):  # noqa: ARG001
     assert_same_loss_after_a_step(shard_by_layer(model), reference)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_a_sharded_model_is_saved_with_its_code(one_process, tmp_path):  # noqa: ARG001
+    model = make_model(YosoForTokenClassification)
+    model.save_pretrained(tmp_path / "whole")
+    sharded = shard_by_layer(model)
+    kind = type(sharded)
+    assert kind is not YosoForTokenClassification
+    sharded.save_pretrained(tmp_path / "sharded", state_dict=whole_weights(sharded))
+    assert type(sharded) is kind
+    whole, files = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("whole", "sharded")
+    )
+    assert files == whole
+
+
 def wrap_by_layer(model):
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={YosoLayer})
     fsdp = torch.distributed.fsdp.FullyShardedDataParallel

@@ -62,10 +62,11 @@ def blocks(count: int, seed: int = 0, length: int = 64) -> Dataset:
     return Dataset.from_dict({"input_ids": rows})
 
 
-def new_trainer(model, masking, folder, sparse=True, train=None, evaluation=None, **arguments):
+def new_trainer(model, masking, folder, sparse=True, train=None, evaluation=None, model_init=None, **arguments):
     settings = {"use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
     return MaskedLMTrainer(
         model=model,
+        model_init=model_init,
         args=TrainingArguments(folder, **(settings | arguments)),
         masking=masking,
         sparse_prediction=sparse,
@@ -263,6 +264,33 @@ def test_sparse_loss_and_gradients_equal_dense_ones(name, masking, tmp_path):
     torch.testing.assert_close(found[True], found[False], rtol=1e-5, atol=1e-7)
     # outside of the trainer the model is as it was
     assert model(input_ids=inputs["input_ids"]).logits.shape == (3, 64, 300)
+
+
+@pytest.mark.parametrize("kind", ["of model_init", "of PEFT"])
+def test_sparse_prediction_of_a_model(kind, masking, tmp_path):
+    """That the trainer was not made with, or that has another around it."""
+    peft = pytest.importorskip("peft")
+    trained = []
+    for sparse in (True, False):
+        model = new_model("roberta")
+        if kind == "of PEFT":
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"], init_lora_weights=False))
+        before = copy.deepcopy(model)
+        trainer = new_trainer(
+            None if kind == "of model_init" else model,
+            masking,
+            tmp_path,
+            sparse,
+            train=blocks(4),
+            model_init=(lambda: new_model("roberta")) if kind == "of model_init" else None,
+            max_steps=2,
+            per_device_train_batch_size=2,
+        )
+        trainer.train()
+        assert (trainer.model is model) == (kind == "of PEFT")
+        trained.append(dict(trainer.model.named_parameters()))
+        assert any(not torch.equal(weight, trained[-1][name]) for name, weight in before.named_parameters())
+    torch.testing.assert_close(*trained, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["yoso", "roberta"])

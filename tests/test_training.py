@@ -159,10 +159,12 @@ def test_an_evaluation_before_training_is_one(tmp_path):
 )
 def test_no_evaluation_is_none_whatever_the_files_strategy(argument, tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"do_eval: true\neval_strategy: epoch\noutput_dir: {tmp_path}\n")
+    recipe.write_text(f"do_eval: true\neval_strategy: epoch\neval_on_start: true\noutput_dir: {tmp_path}\n")
     (args,) = parse_arguments([TrainingArguments], [str(recipe), *argument])
-    assert not args.do_eval
+    assert not args.do_eval and not args.eval_on_start
     assert args.eval_strategy == "no"
+    (args,) = parse_arguments([TrainingArguments], [str(recipe), *argument, "--eval_on_start"])
+    assert args.do_eval and args.eval_on_start
     # of what is given together, Trainer decides
     (args,) = parse_arguments(
         [TrainingArguments], [str(recipe), *argument, "--eval_strategy", "steps", "--eval_steps=5"]

@@ -51,7 +51,8 @@ class YosoConfig(PreTrainedConfig):
         local_window: pairs of tokens at most so far apart get their exact weight where the others are sampled, >= 0.
         hash_seed: seed of the hash functions in eval mode, 0..2**32 - 1, drawn once for every layer; None:
             drawn afresh from torch's global generator at each call, as always in training.
-        sparse_prediction: given labels, YosoForMaskedLM computes logits for the labelled positions only.
+        sparse_prediction: given labels, YosoForMaskedLM computes logits for the labelled positions only, as rows of
+            which Trainer's predict and compute_metrics would drop some: for these, turn it off.
         classifier_activation: name of the activation in YosoForSequenceClassification's head; None: hidden_act.
 
     Raises:

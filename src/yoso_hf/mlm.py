@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     default_data_collator,
 )
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import TrainOutput, unwrap_peft_model
 
 from .model_card import CardTrainer
 from .modeling_yoso import IGNORED_LABEL, count_labels
@@ -119,13 +119,12 @@ class MaskedLMTrainer(CardTrainer):
         self.sparse_prediction = sparse_prediction
         # [K] positions in the flattened batch, while its loss is computed
         self._masked = None
-        if sparse_prediction:
-            if self.args.n_gpu > 1:
-                raise ValueError(
-                    f"sparse_prediction takes one GPU per process, got {self.args.n_gpu}: start the script "
-                    "with torchrun or accelerate launch, or set CUDA_VISIBLE_DEVICES to one GPU"
-                )
-            self.model.base_model.register_forward_hook(self._keep_masked)
+        self._hooked = None
+        if sparse_prediction and self.args.n_gpu > 1:
+            raise ValueError(
+                f"sparse_prediction takes one GPU per process, got {self.args.n_gpu}: start the script "
+                "with torchrun or accelerate launch, or set CUDA_VISIBLE_DEVICES to one GPU"
+            )
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         output = super().train(*args, **kwargs)
@@ -149,6 +148,11 @@ class MaskedLMTrainer(CardTrainer):
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any):
         if not self.sparse_prediction:
             return super().compute_loss(model, inputs, *args, **kwargs)
+        # not once and for all: model_init makes another model for every call of train
+        base_model = unwrap_peft_model(self.accelerator.unwrap_model(self.model)).base_model
+        if base_model is not self._hooked:
+            base_model.register_forward_hook(self._keep_masked)
+            self._hooked = base_model
         labels = inputs["labels"].flatten()
         self._masked = (labels != IGNORED_LABEL).nonzero().squeeze(1)
         try:

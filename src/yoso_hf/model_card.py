@@ -269,7 +269,8 @@ class CardTrainer(Trainer):
 
     Cards of other models are Trainer's own. A checkpoint's trainer state is written once all processes have written
     their part of it: until then `training.find_checkpoint` takes the one before. A run that is resumed takes the rows
-    in the order of an uninterrupted one by every strategy, and evaluations leave its random numbers as they were.
+    in the order of an uninterrupted one by every strategy (but "batch_rebalance" by several processes, which begins
+    as in the first epoch), and evaluations leave its random numbers as they were.
 
     Args:
         datasets: names of the hub's data sets that the model is trained on; None: data of one's own. dataset_tags of

@@ -468,13 +468,19 @@ class YosoPreTrainedModel(PreTrainedModel):
             save_directory: the directory, created where it is missing.
             *args, **kwargs: see PreTrainedModel.save_pretrained.
         """
-        if self.is_remote_code():
-            # all of them: for a head that is not listed, transformers' own class would load in silence
-            self.config.auto_map = dict(AUTO_MAP)
-        elif hasattr(self.config, "auto_map"):
-            # of the checkpoint that it was loaded from
-            del self.config.auto_map
-        super().save_pretrained(save_directory, *args, **kwargs)
+        given = type(self)
+        # fully_shard gives a model a class of torch's, which would be saved without the code
+        self.__class__ = next(base for base in given.__mro__ if not base.__module__.startswith("torch."))
+        try:
+            if self.is_remote_code():
+                # all of them: for a head that is not listed, transformers' own class would load in silence
+                self.config.auto_map = dict(AUTO_MAP)
+            elif hasattr(self.config, "auto_map"):
+                # of the checkpoint that it was loaded from
+                del self.config.auto_map
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self.__class__ = given
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):

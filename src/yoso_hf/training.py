@@ -135,9 +135,10 @@ def parse_arguments(
         parser.set_defaults(logging_nan_inf_filter=False)
     given = [item.partition("=")[0].replace("-", "_").lstrip("_") for item in argv if item.startswith("--")]
     if argv and not argv[0].startswith("-"):
-        # by the file's strategy Trainer would evaluate all the same
+        # by the file's strategy, or at the start, Trainer would evaluate all the same
         refused = re.search(r"--do[-_]eval[ =](false|f|no|n|0)( |$)", " ".join(argv), re.IGNORECASE)
-        argv = _yaml_arguments(argv[0], given) + ["--eval_strategy=no"] * bool(refused) + argv[1:]
+        no_evaluation = ["--eval_strategy=no", "--eval_on_start=false"] if refused else []
+        argv = _yaml_arguments(argv[0], given) + no_evaluation + argv[1:]
     *parsed, left = parser.parse_args_into_dataclasses(
         args=argv, look_for_args_file=False, return_remaining_strings=True
     )
