@@ -63,8 +63,8 @@ class ConversionArguments:
     text_file: list[str] | None = field(
         default=None,
         metadata={
-            "help": "txt, json, jsonl or parquet files, or globs, txt.gz and the like too, with texts to compare the "
-            "outputs on"
+            "help": "txt, json, jsonl, csv or parquet files, or globs, txt.gz and the like too, with texts to compare "
+            "the outputs on"
         },
     )
     text_column: str = field(default="text", metadata={"help": "the column that holds the text"})

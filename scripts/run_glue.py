@@ -14,6 +14,10 @@
     python scripts/run_glue.py configs/glue.yaml --train_file train.csv --validation_file dev.csv \\
         --model_name_or_path uw-madison/yoso-4096 --output_dir runs/mine
 
+    # what the model of such a run says of other texts, in runs/predictions/predictions.tsv
+    python scripts/run_glue.py --do_predict --test_file test.csv --model_name_or_path runs/mine \\
+        --output_dir runs/predictions
+
     # five seeds
     for seed in 1 2 3 4 5; do
         python scripts/run_glue.py configs/glue.yaml --task_name rte --seed $seed \\
@@ -76,6 +80,7 @@ from yoso_hf.training import (
     fit_tokenizer,
     load_pretrained,
     load_tokenizer,
+    longer_by_conversion,
     longest_input,
     override_config,
     parse_arguments,
@@ -143,6 +148,8 @@ FILE_ARGUMENTS = {
     "test_matched": "test_file",
     "test_mismatched": "test_mismatched_file",
 }
+# which argument asks for it
+ASKED_BY = {"train": "do_train", "validation": "do_eval", "test": "do_predict"}
 SAMPLE_LIMITS = {
     "train": "max_train_samples",
     "validation": "max_eval_samples",
@@ -168,8 +175,10 @@ def check_arguments(args: GlueArguments, training_args: TrainingArguments) -> No
     if args.files():
         for split in splits:
             if getattr(args, FILE_ARGUMENTS[split]) is None:
+                asked_by = next(name for part, name in ASKED_BY.items() if split.startswith(part))
                 raise ValueError(
-                    f"--{FILE_ARGUMENTS[split]} is missing: the {split} data are asked for, and with "
+                    f"--{FILE_ARGUMENTS[split]} is missing: --{asked_by} asks for the {split} data "
+                    f"(--{asked_by} false leaves them out), and with "
                     f"{', '.join('--' + name for name in args.files())} all data come from local files"
                 )
         for name, path in args.files().items():
@@ -237,9 +246,10 @@ def choose_length(requested: int | None, longest: int | None, tokenizer: PreTrai
         return length
     shortest = tokenizer.num_special_tokens_to_add(pair=True) + 1
     if requested < shortest or (longest is not None and requested > longest):
+        remedy = "" if requested < shortest else f": {longer_by_conversion(requested)}"
         raise ValueError(
             f"--max_seq_length must be at least {shortest} and, by the model's max_position_embeddings, "
-            f"at most {longest or 'anything'}; got {requested}"
+            f"at most {longest or 'anything'}; got {requested}{remedy}"
         )
     return requested
 
@@ -356,8 +366,12 @@ def run(args: GlueArguments, training_args: TrainingArguments) -> None:
             if trainer.is_world_process_zero():
                 path = Path(training_args.output_dir) / f"{name}.tsv"
                 write_predictions(path, outcome.predictions, task, config.id2label)
+                print(f"predictions: {path}")
     if training_args.push_to_hub:
         trainer.push_to_hub()
+    if trainer.is_world_process_zero():
+        written = "model, tokenizer and all_results.json" if training_args.do_train else "all_results.json"
+        print(f"{written}: {training_args.output_dir}")
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ from yoso_hf.training import (
     fit_tokenizer,
     load_pretrained,
     load_tokenizer,
+    longer_by_conversion,
     longest_input,
     override_config,
     parse_arguments,
@@ -129,7 +130,9 @@ class MLMArguments:
     )
     train_file: list[str] | None = field(
         default=None,
-        metadata={"help": "txt, json, jsonl or parquet files, or globs, txt.gz and the like too, instead of the hub"},
+        metadata={
+            "help": "txt, json, jsonl, csv or parquet files, or globs, txt.gz and the like too, instead of the hub"
+        },
     )
     validation_file: list[str] | None = field(default=None, metadata={"help": "the same, to evaluate on"})
     text_column: str = field(default="text", metadata={"help": "the column that holds the text"})
@@ -269,10 +272,7 @@ def check_model(args: MLMArguments, model: PreTrainedModel, tokenizer: PreTraine
         needed = positions + args.block_size - longest
         remedy = f"give --config_overrides max_position_embeddings={needed}"
         if args.model_name_or_path:
-            remedy = (
-                f"scripts/convert_checkpoint.py --max_position_embeddings {args.block_size} makes a longer Yoso of a "
-                "BERT, DistilBERT, RoBERTa, XLM-R, CamemBERT, Data2Vec, ELECTRA, ERNIE or Yoso checkpoint"
-            )
+            remedy = longer_by_conversion(args.block_size)
         raise ValueError(
             f"--block_size {args.block_size} is longer than what the model takes, {longest} tokens: "
             f"its max_position_embeddings is {positions}; {remedy}"

@@ -695,6 +695,17 @@ def test_samples_of_softmax_do_not_notice_what_all_keys_have_in_common(monkeypat
     torch.testing.assert_close(yoso_attention(query, key + 5 * torch.randn(16), value, **options), expected)
 
 
+@pytest.mark.parametrize("longer", [0, 40])
+def test_a_few_keys_have_as_much_in_common(longer):
+    """All of them get their weight exactly, also those of a short text in a long batch."""
+    query, key, value = inputs(N=30, M=30 + longer, D=64)
+    key_mask = (torch.arange(30 + longer) < 30).expand(query.shape[0], -1)
+    common = 200 * torch.nn.functional.normalize(torch.randn(64), dim=0)
+    options = {"num_hash": 4, "hash_code_len": 8, "similarity": "softmax", "normalization": "sum"}
+    out = yoso_attention(query, key + common, value, key_mask, **options)
+    torch.testing.assert_close(out, softmax_of(query, key, value, key_mask), rtol=1e-3, atol=1e-3)
+
+
 def test_samples_of_softmax_are_no_noisier_for_what_all_queries_have_in_common(monkeypatch):
     monkeypatch.setattr(attention, "NUM_HEAVY_KEYS", 4)
     query, key, value = inputs(B=1, H=2, N=300, M=300, D=16)

@@ -689,8 +689,11 @@ def test_the_tokenizers_file_cuts_and_pads_nothing(tokenizers, tmp_path):
     tokenizer.backend_tokenizer.enable_padding(length=4)
     save(make_model("bert", "Model", tokenizers["bert"]), tokenizer, tmp_path / "original")
     convert_checkpoint(tmp_path / "original", tmp_path / "yoso")
-    for folder, counts in (("original", [4, 4]), ("yoso", [2, 9])):
+    # whose texts are cut at the original's length
+    convert_checkpoint(tmp_path / "original", tmp_path / "compared", max_position_embeddings=100, texts=TEXTS[:1])
+    for folder, counts in (("original", [4, 4]), ("yoso", [2, 9]), ("compared", [2, 9])):
         file = Tokenizer.from_file(str(tmp_path / folder / "tokenizer.json"))
+        assert folder == "original" or file.truncation is None
         assert [len(file.encode("a " * count).ids) for count in (0, 7)] == counts
 
 

@@ -10,6 +10,7 @@ from decimal import Decimal
 
 import datasets
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, IterableDataset, load_dataset
@@ -254,28 +255,45 @@ def test_the_column_of_a_json_file_may_begin_late(tmp_path, streaming):
         return read_files([str(path)], "--train_file", text_column=column, streaming=streaming)
 
     assert [row["text"] for row in documents("body")] == [None, "one"]
-    with pytest.raises(ValueError, match="--text_column text: no such column in --train_file, which has id, body$"):
+    with pytest.raises(ValueError, match="^--text_column text: no such column in --train_file, which has id, body$"):
         documents("text")
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "JSONL"])
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "csv.gz", "parquet", "JSONL"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_text_column_of_files(ending, streaming, tmp_path):
     rows = [{"id": index, "body": text} for index, text in enumerate(texts(9))]
     path = tmp_path / f"corpus.{ending}"
     if ending == "parquet":
         Dataset.from_list(rows).to_parquet(path)
+    elif ending.startswith("csv"):
+        pd.DataFrame(rows).to_csv(path, index=False)
     else:
         path.write_text(json.dumps(rows) if ending == "json" else "".join(json.dumps(row) + "\n" for row in rows))
 
     def documents(**options):
         return read_files(find_files([str(path)], "--train_file"), "--train_file", streaming=streaming, **options)
 
-    assert [dict(row) for row in documents(text_column="body")] == [{"text": row["body"]} for row in rows]
-    with pytest.raises(ValueError, match="--text_column text: no such column in --train_file, .* id, body"):
+    # where there is nothing, a CSV file has an empty text
+    nothing = "" if ending.startswith("csv") else None
+    expected = [{"text": nothing if row["body"] is None else row["body"]} for row in rows]
+    assert [dict(row) for row in documents(text_column="body")] == expected
+    with pytest.raises(ValueError, match="^--text_column text: no such column in --train_file, .* id, body"):
         documents()
+    if ending.startswith("csv"):
+        assert [row["text"] for row in documents(text_column="id")] == [str(row["id"]) for row in rows]
+        return
     with pytest.raises(ValueError, match="^--.* id.* must hold text, got .*int|column 'id' must hold text, got 0"):
         documents(text_column="id")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_texts_of_a_csv_file_are_as_written(streaming, tmp_path):
+    texts = ["007", "null", "NA", " x ", 'a "b", c', "one\ntwo", "2020-01-01", "1e5", "é"]
+    (tmp_path / "a.csv").write_text(pd.DataFrame({"n": range(9), "text": texts}).to_csv(index=False), encoding="utf-8")
+    (tmp_path / "b.csv").write_text("n,text\n1,alone\n", encoding="utf-8-sig")
+    files = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
+    assert list(iterate_texts(read_files(files, "-", streaming=streaming), "-")) == [*texts, "alone"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -358,9 +376,9 @@ def test_a_path_is_no_glob(name, streaming, tmp_path):
         (["*.csv"], "--train_file .*csv: no such file"),
         (["empty.txt"], "--train_file .*empty.txt: the file is empty"),
         (["full.txt", "full.jsonl"], "files of one kind, .*; got .jsonl and .txt"),
-        (["full.doc.gz"], "files of one kind, .txt or .json or .jsonl or .parquet; got .gz"),
-        (["full.parquet.gz"], "files of one kind, .txt or .json or .jsonl or .parquet; got .gz"),
-        (["full.doc"], "files of one kind, .txt or .json or .jsonl or .parquet; got .doc"),
+        (["full.doc.gz"], "files of one kind, .txt or .json or .jsonl or .csv or .parquet; got .gz"),
+        (["full.parquet.gz"], "files of one kind, .txt or .json or .jsonl or .csv or .parquet; got .gz"),
+        (["full.doc"], "files of one kind, .txt or .json or .jsonl or .csv or .parquet; got .doc"),
     ],
 )
 def test_files_that_are_refused(patterns, message, tmp_path):

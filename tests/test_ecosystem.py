@@ -753,9 +753,14 @@ def test_onnx_refuses_auto_with_a_dynamic_length(tmp_path):
     pytest.importorskip("onnxscript")
     model = make_model(YosoModel, num_hidden_layers=1, use_expectation="auto")
     inputs, _ = make_batch()
-    shapes = dynamic_shapes(inputs)
-    with pytest.raises(torch.onnx.OnnxExporterError, match=r"cannot be exported with a dynamic length"):
-        torch.onnx.export(model, (), tmp_path / "x", kwargs=inputs, dynamic_shapes=shapes, dynamo=True, verbose=False)
+    options = {"kwargs": inputs, "dynamic_shapes": dynamic_shapes(inputs), "dynamo": True, "verbose": False}
+    message = "cannot be exported with a dynamic length or strict=True: choose"
+    with pytest.raises(torch.onnx.OnnxExporterError, match=rf"{message} True or False, or"):
+        torch.onnx.export(model, (), tmp_path / "x", **options)
+    # whose samples are refused as well
+    softmax = make_model(YosoModel, num_hidden_layers=1, **SAMPLED_SOFTMAX | {"use_expectation": "auto"})
+    with pytest.raises(torch.onnx.OnnxExporterError, match=rf"{message} True or False \(True for ONNX, .*\), or"):
+        torch.onnx.export(softmax, (), tmp_path / "x", **options)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -647,7 +647,7 @@ def test_no_label_is_no_class_of_the_name_none(tmp_path):
     task = GlueTask("sst2", ("text",), ("None", "rel"), ("predictions",))
     rows = [{"text": "good", "label": label} for label in ("None", "rel", None)]
     tables = [read_file("a", write_rows(tmp_path / f"{i}.jsonl", part)) for i, part in enumerate((rows, rows[:2]))]
-    with pytest.raises(ValueError, match="column 'label' holds None; allowed are 'None', 'rel'"):
+    with pytest.raises(ValueError, match="column 'label' holds None in 1 of 2 rows; allowed are 'None', 'rel'"):
         _encode_labels(tables[0], task, {"None": 0, "rel": 1}, False)
     assert _encode_labels(tables[1], task, {"None": 0, "rel": 1}, False) == [0, 1]
     empty = Table("a", tables[0].rows.select([2, 2]))
@@ -666,7 +666,7 @@ def test_minus_one_may_be_a_class_of_one_s_own():
 def test_a_score_is_finite(score):
     table = Table("a", datasets.Dataset.from_dict({"text": ["good", "bad"], "label": [1.5, score]}))
     task = GlueTask("stsb", ("text",), None, ("predictions",))
-    with pytest.raises(ValueError, match=f"^a: column 'label' holds {score}; allowed are numbers$"):
+    with pytest.raises(ValueError, match=f"^a: column 'label' holds {score} in 1 of . rows; allowed are numbers$"):
         _encode_labels(table, task, {}, False)
 
 
@@ -686,6 +686,31 @@ def test_labels_without_names_are_the_task_s_if_there_are_as_many():
     assert config.id2label == {0: "negative", 1: "positive"}
     with pytest.raises(ValueError, match="the checkpoint's labels are LABEL_0, LABEL_1, LABEL_2, the task's are neg"):
         set_labels(YosoConfig(num_labels=3), TASKS["sst2"], trains=False)
+
+
+@pytest.mark.parametrize(
+    ("present", "warned"),
+    [
+        (["negative", "positive"], False),
+        (["Positive", "Negative"], False),
+        (["LABEL_0", "LABEL_1"], False),
+        (["a", "b", "c"], False),
+        (["bad", "good"], True),
+    ],
+)
+def test_a_trained_head_of_other_labels_is_warned_of(caplog, present, warned):
+    """It would go on from them; one of as many labels more is made anew."""
+    config = YosoConfig(id2label=dict(enumerate(present)))
+    set_labels(config, TASKS["sst2"], trains=True)
+    assert sorted(label.lower() for label in config.label2id) == ["negative", "positive"]
+    assert ("'bad' becomes 'negative', 'good' becomes 'positive'" in caplog.text) == warned
+    assert bool(caplog.text) == warned
+
+
+def test_a_csv_file_may_have_numbers_alone(tmp_path):
+    (tmp_path / "a.csv").write_text("n\n1\n 2\n")
+    rows = read_file("a", str(tmp_path / "a.csv")).rows
+    assert rows.to_dict() == {"n": [1, 2]}
 
 
 @pytest.mark.parametrize(
@@ -1207,6 +1232,12 @@ def test_a_length_is_needed_where_neither_model_nor_tokenizer_has_one(run_glue):
     assert run_glue.choose_length(5, None, tokenizer) == 5
     tokenizer.model_max_length = 6
     assert run_glue.choose_length(None, None, tokenizer) == 6
+    with pytest.raises(
+        ValueError, match="at most 7; got 8: scripts/convert_checkpoint.py --max_position_embeddings 8 "
+    ):
+        run_glue.choose_length(8, 7, tokenizer)
+    with pytest.raises(ValueError, match="at most 7; got 0$"):
+        run_glue.choose_length(0, 7, tokenizer)
 
 
 def test_outputs_beside_the_logits_are_no_predictions(run_glue, checkpoints, tmp_path):
@@ -1289,11 +1320,15 @@ BAD_INPUT = {
     ),
     "label column missing": (
         {"validation_file": [{"sentence": "good"}]},
-        "--validation_file .*validation.jsonl has no column 'label'; its columns are sentence",
+        "--validation_file .*validation.jsonl has no column 'label'; its columns are sentence: --label_column names",
     ),
     "own label column missing": (
         {"task_name": None, "label_column": "y"},
         "--train_file .*train.jsonl has no column 'y'; its columns are sentence, label",
+    ),
+    "no header": (
+        {"task_name": None, "train_file": [{"a film of which much can be said, " * 9: "bad"}]},
+        r"no column 'label'; its columns are a film of which much can be said, .{15}\.\.\. .is that a header",
     ),
     "own text column missing": (
         {"task_name": None, "sentence1_column": "text", "train_file": [SST2, SST2 | {"label": 0}]},
@@ -1314,11 +1349,11 @@ BAD_INPUT = {
     ),
     "unknown label in validation": (
         {"validation_file": [SST2, SST2 | {"label": 2}]},
-        "--validation_file .*: column 'label' holds 2; allowed are 0 to 1 or 'negative', 'positive'",
+        "--validation_file .*: column 'label' holds 2 in 1 of 2 rows; allowed are 0 to 1 or 'negative', 'positive'$",
     ),
     "-1 in validation": (
         {"validation_file": [SST2 | {"label": -1}]},
-        "column 'label' holds -1; allowed are 0 to 1",
+        "column 'label' holds -1 in 1 of 1 rows; allowed are 0 to 1",
     ),
     "unknown label in test": (
         {"test_file": [SST2, SST2 | {"label": -1}], "do_predict": True},
@@ -1330,7 +1365,7 @@ BAD_INPUT = {
             "train_file": [SST2 | {"label": label} for label in "ab"],
             "validation_file": [SST2 | {"label": "c"}],
         },
-        "--validation_file .*: column 'label' holds 'c'; allowed are 'a', 'b'",
+        "--validation_file .*: column 'label' holds 'c' in 1 of 1 rows; allowed are 'a', 'b', as in the training data",
     ),
     "own label empty": (
         {
@@ -1338,17 +1373,17 @@ BAD_INPUT = {
             "train_file": [SST2 | {"label": label} for label in ("a", "b", "")],
             "validation_file": [SST2 | {"label": "a"}],
         },
-        "--train_file .*: column 'label' holds ''; allowed are 'a', 'b'",
+        "--train_file .*: column 'label' holds '' in 1 of 3 rows; allowed are 'a', 'b'",
     ),
     "range": ({"learning_rate": -1}, "--learning_rate must be a number of at least 0, got -1"),
     "one class": ({"task_name": None}, "column 'label' must hold two labels or more"),
     "score out of range": (
         {"task_name": "stsb", "train_file": [{"sentence1": "a", "sentence2": "b", "label": 5.5}]},
-        "column 'label' holds 5.5; allowed are numbers from 0 to 5",
+        "column 'label' holds 5.5 in 1 of 1 rows; allowed are numbers from 0 to 5",
     ),
     "score below the range": (
         {"task_name": "stsb", "train_file": [{"sentence1": "a", "sentence2": "b", "label": -0.5}]},
-        "column 'label' holds -0.5; allowed are numbers from 0 to 5",
+        "column 'label' holds -0.5 in 1 of 1 rows; allowed are numbers from 0 to 5",
     ),
     "other name of the labels": (
         {"task_name": None, "train_file": [{"text": "a", "labels": 0}, {"text": "b", "labels": 1}]},
@@ -1361,7 +1396,10 @@ BAD_INPUT = {
     "length": ({"max_seq_length": 49}, "--max_seq_length .* at most 48; got 49"),
     "no length": ({"max_seq_length": 2}, "--max_seq_length must be at least .*; got 2"),
     "samples": ({"max_eval_samples": 0}, "--max_eval_samples must be at least 1, got 0"),
-    "no validation file": ({"validation_file": None}, "--validation_file is missing"),
+    "no validation file": (
+        {"validation_file": None},
+        "--validation_file is missing: --do_eval asks for the validation data",
+    ),
     "no mismatched file": ({"task_name": "mnli"}, "--validation_mismatched_file is missing"),
     "mismatched file": ({"validation_mismatched_file": [SST2]}, "for --task_name mnli alone"),
     "columns of a task": ({"sentence1_column": "text"}, "--task_name sst2 fixes the columns"),

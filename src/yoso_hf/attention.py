@@ -38,6 +38,8 @@ NORMALIZATIONS = ("l2", "sum", None)
 SIMILARITIES = ("cosine", "softmax")
 BACKWARDS = ("sampled", "expectation", "exact")
 EXPECTATIONS = (True, False, "auto")
+# what expectation is called there
+IN_CONFIGURATIONS = "use_expectation of a model, yoso_use_expectation of an encoder"
 
 # Of similarity="softmax", the keys of the largest weight, which are not sampled: a few have much of it. As many as the
 # kernel of first_order_attention takes.
@@ -111,9 +113,11 @@ def exact_is_cheaper(
     check_integer("num_hash", num_hash, 1)
     _check_similarity(similarity)
     if _is_exporting_any_length(num_queries, num_keys):
+        # not by is_in_onnx_export, which a strict export does not see
+        in_onnx = " (True for ONNX, which has no operators for these samples)" if similarity == "softmax" else ""
         raise ValueError(
-            'expectation="auto" (use_expectation of a model, yoso_use_expectation of an encoder) cannot be exported '
-            "with a dynamic length or strict=True: choose True or False, or export a fixed length with strict=False"
+            f'expectation="auto" ({IN_CONFIGURATIONS}) cannot be exported with a dynamic length or strict=True: '
+            f"choose True or False{in_onnx}, or export a fixed length with strict=False"
         )
     on_cuda = device_type == "cuda" and HAS_CUDA_KERNELS
     if similarity == "softmax" and not on_cuda and not (device_type == "cpu" and HAS_CPU_KERNELS):
@@ -148,9 +152,10 @@ def yoso_attention(
 
     A key's value is added to a query's output for the share of the hash functions that give both the same code. In
     expectation that is (1 - acos(x) / pi)^hash_code_len, x the cosine of query and key. Lengths of query and key do
-    not matter. A vector of length zero has cosine 0 with every other; where sampled, two of them share all codes. A
-    NaN in query or key makes exact weights and those of similarity="softmax" NaN, and others only different. Second
-    derivatives of this package's operators are refused, and those of forward mode (torch.func.jvp).
+    not matter between 1e-18 and 1e18, whose squares float32 holds. A vector of length zero has cosine 0 with every
+    other; where sampled, two of them share all codes. A NaN in query or key makes exact weights and those of
+    similarity="softmax" NaN, and others only different. Second derivatives of this package's operators are refused,
+    and those of forward mode (torch.func.jvp).
 
     Args:
         query: [B, H, N, D], float16, bfloat16, float32 or float64; D >= 1.
@@ -184,13 +189,14 @@ def yoso_attention(
             keys less one of theirs, as softmax does not notice what all keys share, and what the queries share is a
             weight of each key, exp(scale mean of queries . key). That one is exact, and what is left is exp, up to
             exp(120): exact for the 64 keys of the largest weight, and for the others 1 plus the dot product, exact,
-            plus an estimate of the rest, from the pairs whose codes agree in all bits or in none. The expectations
-            of that and of the sum of the weights do not depend on hash_code_len: shorter codes are less noisy, and
-            take longer. Their quotient, the output, has a bias of order 1 / num_hash, small beside its noise. A query
-            that avoids, by far more than 60 in the exponent, a key that most queries agree on, has no weight that
-            float32 can hold, and gets zero; where a head has exponents beyond 60, that margin of 60 shrinks by as
-            much, down to 22. Needs normalization="sum" and, where sampled, one hash_code_len, backward="sampled" and
-            no local_window.
+            plus an estimate of the rest, from the pairs whose codes agree in all bits or in none. The expectations of
+            that and of the sum of the weights do not depend on hash_code_len from 2 on: shorter codes are less noisy,
+            and take longer. Their quotient, the output, has a bias, small beside its noise where a query meets the
+            keys that have its weight in several of the hash functions, and as large where most draws miss them: where
+            its weight lies in few keys that are not nearly parallel to it. A query that avoids, by far more than 60 in
+            the exponent, a key that most queries agree on, has no weight that float32 can hold, and gets zero; where a
+            head has exponents beyond 60, that margin of 60 shrinks by as much, down to 22. Needs normalization="sum"
+            and, where sampled, one hash_code_len, backward="sampled" and no local_window.
         local_window: >= 0. Pairs of positions at most so far apart get their exact weight, and only the others are
             sampled: the same expectation with less noise, at a cost of O(N local_window). Needs N = M. 0: none, not
             even a position with itself. Nothing changes where the expectation is computed.
@@ -380,8 +386,10 @@ def _sampled_softmax(
     heavy = weight.detach().topk(min(NUM_HEAVY_KEYS, key.shape[2]), dim=2).indices
     light = weight.scatter(2, heavy, 0)
     with torch.no_grad():
-        # so that the first order adds nothing to the sum of the light keys' weights, and the rest only adds to it
-        key_mean = _divide(light.mT @ key, light.sum(2, keepdim=True))
+        # so that the first order adds nothing to the sum of the light keys' weights, and the rest only adds to it;
+        # without light keys, so that what all keys share is taken off them all the same
+        averaged = torch.where(light.any(2, keepdim=True), light, weight)
+        key_mean = _divide(averaged.mT @ key, averaged.sum(2, keepdim=True))
     # as wide as their means
     query, key, weight, light = query - query_mean, key - key_mean, weight.squeeze(-1), light.squeeze(-1)
     length = _bits_for(key.shape[2], functions.hash_code_len)
@@ -490,10 +498,7 @@ def _check(query, key, value, normalization, backward, expectation, similarity, 
 
 
 def _check_sampled_softmax(hash_code_len, backward, local_window) -> None:
-    note = (
-        "unless expectation=True (use_expectation of a model, yoso_use_expectation of an encoder): "
-        'samples of similarity="softmax" take no other'
-    )
+    note = f'unless expectation=True ({IN_CONFIGURATIONS}): samples of similarity="softmax" take no other'
     if not isinstance(hash_code_len, int):
         raise ValueError(f"hash_code_len must be one number, got {hash_code_len}, {note}")
     if backward != "sampled":

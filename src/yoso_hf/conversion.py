@@ -391,10 +391,6 @@ def convert_checkpoint(
         if texts and length < shortest:
             raise ValueError(f"max_position_embeddings must be at least {shortest} for texts, got {length}")
         longest_before, tokenizer.model_max_length = tokenizer.model_max_length, length
-        if tokenizer.is_fast:
-            # a sentence encoder's file has both for its own length, which the tokenizers library goes by
-            tokenizer.backend_tokenizer.no_truncation()
-            tokenizer.backend_tokenizer.no_padding()
     config = YosoConfig(**settings, max_position_embeddings=length)
 
     model = read.target_class(config)
@@ -439,6 +435,11 @@ def convert_checkpoint(
     with _replacing(output_dir) as folder:
         model.save_pretrained(folder)
         if tokenizer is not None:
+            if tokenizer.is_fast:
+                # which the tokenizers library goes by: a sentence encoder's file has both for its own length, and the
+                # comparison has cut texts at the old one
+                tokenizer.backend_tokenizer.no_truncation()
+                tokenizer.backend_tokenizer.no_padding()
             tokenizer.save_pretrained(folder)
         for name, file in sentence_files.items():
             (folder / name).parent.mkdir(exist_ok=True, parents=True)

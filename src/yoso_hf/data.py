@@ -5,6 +5,7 @@ import itertools
 import json
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any, TextIO
 
 import fsspec
 import numpy as np
+import pandas as pd
 from datasets import Dataset, Features, IterableDataset, Sequence, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
@@ -22,8 +24,8 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-# of text and JSON; what has another ending beneath is no compressed file
+_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+# of text, JSON and CSV; what has another ending beneath is no compressed file
 _COMPRESSIONS = (".gz", ".bz2", ".xz")
 # what the "text" builder of datasets calls them
 _DOCUMENT_UNITS = {"line": "line", "paragraph": "paragraph", "file": "document"}
@@ -43,7 +45,7 @@ def find_files(patterns: list[str], source: str) -> list[str]:
     """The files that paths and globs stand for.
 
     Args:
-        patterns: paths or globs of .txt, .json, .jsonl or .parquet files, all of one kind. What is the path of a
+        patterns: paths or globs of .txt, .json, .jsonl, .csv or .parquet files, all of one kind. What is the path of a
             file is no glob. All but .parquet may be compressed: .txt.gz, .bz2 or .xz.
         source: where they come from, for messages: "--train_file".
 
@@ -98,22 +100,53 @@ def read_files(
     Raises:
         ValueError: a file cannot be read as its ending says, or what `select_text` raises.
     """
-    builder = _BUILDERS[_ending(files[0])]
+    builder, missing = _BUILDERS[_ending(files[0])], {}
     try:
         if builder == "json":
-            _check_json_column(files, text_column, source)
+            missing = _columns_instead(files, text_column)
             rows = _generated(_json_documents, files, text_column, streaming)
         elif builder == "text" and document == "paragraph":
             rows = _generated(_paragraphs, files, "text", streaming)
         else:
-            options = {"sample_by": _DOCUMENT_UNITS[document], "encoding": _ENCODING} if builder == "text" else {}
+            options = csv_options(files[0]) if builder == "csv" else {}
+            if builder == "text":
+                options = {"sample_by": _DOCUMENT_UNITS[document], "encoding": _ENCODING}
             # load_dataset takes paths for globs, and finds again what it has read by path and time, and a name
             paths = [glob.escape(path) for path in files]
             name = f"size-{sum(map(os.path.getsize, files))}"
             rows = load_dataset(builder, name, data_files=paths, split="train", streaming=streaming, **options)
     except _READING_ERRORS as error:
         raise _unreadable(f"{source} cannot be read as {builder}", error) from error
+    if missing:
+        raise _no_column(text_column, source, missing)
     return select_text(rows, text_column, source)
+
+
+def csv_options(path: str) -> dict[str, Any]:
+    """What has each cell of a file stay as it is written: pandas, left alone, takes 001 for 1 and null for no text.
+
+    Args:
+        path: a .csv file.
+
+    Returns:
+        Options of datasets.load_dataset.
+
+    Raises:
+        ValueError: fields are not separated by commas, or there is no row, or one of more fields than the header.
+    """
+    first = pd.read_csv(path, nrows=1, dtype=str, keep_default_na=False)
+    header = ", ".join(first.columns)
+    if len(first.columns) == 1 and re.search("[;\t|]", header):
+        # which a comma in a text would make an error of another kind
+        raise ValueError(f"fields must be separated by commas, but the header is {header!r}")
+    if not len(first):
+        raise ValueError(f"there is nothing below the header, {header}")
+    # which pandas makes of a field more than the header has
+    if not isinstance(first.index, pd.RangeIndex):
+        raise ValueError(f"the first row has more fields than the header, {header}")
+    features = Features({column: Value("string") for column in first.columns})
+    # where there is one column, a line without text is a row
+    return {"features": features, "keep_default_na": False, "skip_blank_lines": len(first.columns) > 1}
 
 
 def _ending(path: str) -> str:
@@ -211,14 +244,14 @@ def _json_values(path: str) -> Iterator[tuple[str, Any]]:
     yield path, value
 
 
-def _check_json_column(files: list[str], column: str, source: str) -> None:
+def _columns_instead(files: list[str], column: str) -> dict[str, None]:
+    """The names that the first objects have in place of a column that none of them has."""
     names = {}
     for _, row in itertools.islice(_json_rows(files), _ROWS_TO_CHECK):
         names |= dict.fromkeys(row)
         if column in names:
-            return
-    if names:
-        raise _no_column(column, source, names)
+            return {}
+    return names
 
 
 def _no_column(column: str, source: str, present: Iterable[str]) -> ValueError:

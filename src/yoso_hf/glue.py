@@ -8,15 +8,14 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
-import pandas as pd
 import pyarrow.compute as pc
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from .data import csv_options
 from .training import write_text
 
 logger = logging.get_logger(__name__)
@@ -128,7 +127,7 @@ def read_file(argument: str, path: str, texts: Collection[str] = ()) -> Table:
     """
     source, kind = f"--{argument} {path}", _FORMATS[Path(path).suffix.lower()]
     try:
-        options = _csv_options(path) if kind == "csv" else {}
+        options = csv_options(path) if kind == "csv" else {}
         if kind == "json":
             # else a number among the texts of a large file puts quotes around all others near it
             options["on_mixed_types"] = None
@@ -141,23 +140,6 @@ def read_file(argument: str, path: str, texts: Collection[str] = ()) -> Table:
         raise ValueError(f"{source}: the file holds no rows")
     rows = _with_plain_types(rows)
     return Table(source, _with_numbers(rows, set(rows.column_names) - set(texts)) if kind == "csv" else rows)
-
-
-def _csv_options(path: str) -> dict[str, Any]:
-    """What has each cell of a file stay as it is written: pandas, left alone, takes 001 for 1 and null for no text."""
-    first = pd.read_csv(path, nrows=1, dtype=str, keep_default_na=False)
-    header = ", ".join(first.columns)
-    if len(first.columns) == 1 and re.search("[;\t|]", header):
-        # which a comma in a text would make an error of another kind
-        raise ValueError(f"fields must be separated by commas, but the header is {header!r}")
-    if not len(first):
-        raise ValueError(f"there is nothing below the header, {header}")
-    # which pandas makes of a field more than the header has
-    if not isinstance(first.index, pd.RangeIndex):
-        raise ValueError(f"the first row has more fields than the header, {header}")
-    features = datasets.Features({column: datasets.Value("string") for column in first.columns})
-    # where there is one column, a line without text is a row
-    return {"features": features, "keep_default_na": False, "skip_blank_lines": len(first.columns) > 1}
 
 
 def _with_plain_types(rows: datasets.Dataset) -> datasets.Dataset:
@@ -179,7 +161,9 @@ def _with_numbers(rows: datasets.Dataset, columns: Collection[str]) -> datasets.
         for dtype, pattern in _NUMBERS.items():
             if pc.all(pc.match_substring_regex(texts, pattern)).as_py():
                 numbers = pc.cast(texts, dtype).to_pylist()
-                rows = rows.remove_columns(name).add_column(name, numbers, feature=datasets.Value(dtype))
+                # of a table without any column no more is known of how many rows it has
+                rows = rows.add_column(f"{name} as numbers", numbers, feature=datasets.Value(dtype))
+                rows = rows.remove_columns(name).rename_column(f"{name} as numbers", name)
                 break
     return rows.select_columns(order)
 
@@ -252,11 +236,6 @@ def infer_task(
         is_regression = config.num_labels == 1
         labels = tuple(config.id2label[index] for index in range(config.num_labels))
     else:
-        if label_column not in features:
-            raise ValueError(
-                f"{table.source} has no column {label_column!r}; its columns are {', '.join(features)}: "
-                "--label_column names another"
-            )
         _check_label_column(table, label_column)
         is_regression = str(features[label_column].dtype).startswith("float")
         present = [label for label in table.rows.unique(label_column) if label not in _NO_LABEL]
@@ -291,7 +270,8 @@ def set_labels(config: PreTrainedConfig, task: GlueTask, *, trains: bool) -> Non
     Args:
         config: the checkpoint's configuration, changed in place.
         task: the task.
-        trains: whether the head will be trained; if not, its labels must be the task's.
+        trains: whether the head will be trained; if not, its labels must be the task's. Of a head that has others
+            already, a warning says which becomes which.
 
     Raises:
         ValueError: an untrained head has other labels.
@@ -304,14 +284,25 @@ def set_labels(config: PreTrainedConfig, task: GlueTask, *, trains: bool) -> Non
         labels = present
     elif sorted(same) == sorted(label.lower() for label in present):
         labels = [same[label.lower()] for label in present]
-    elif not trains and (len(present) != len(labels) or not all(label.startswith("LABEL_") for label in present)):
+    elif not trains and (len(present) != len(labels) or not _are_unnamed(present)):
         raise ValueError(
             f"--model_name_or_path: the checkpoint's labels are {', '.join(present)}, "
             f"the task's are {', '.join(labels)}; fine-tune it with --do_train"
         )
+    elif len(present) == len(labels) and not _are_unnamed(present):
+        renamed = ", ".join(f"{old!r} becomes {new!r}" for old, new in zip(present, labels, strict=True))
+        logger.warning(
+            f"--model_name_or_path: the checkpoint's head knows other labels than the data, and is trained on as it "
+            f"is: {renamed}. Where these are the same classes by other names, give the data the checkpoint's"
+        )
     config.id2label = dict(enumerate(labels))
     config.label2id = {label: index for index, label in enumerate(labels)}
     config.problem_type = "regression" if task.labels is None else "single_label_classification"
+
+
+def _are_unnamed(labels: Sequence[str]) -> bool:
+    # as Transformers names them where nobody has
+    return all(label.startswith("LABEL_") for label in labels)
 
 
 def encode(
@@ -377,15 +368,18 @@ def is_text(feature: object) -> bool:
     return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
 
 
-def _check_columns(table: Table, columns: Sequence[str]) -> None:
+def _check_columns(table: Table, columns: Sequence[str], hint: str = "") -> None:
     present = table.rows.column_names
     for column in columns:
         if column not in present:
-            raise ValueError(f"{table.source} has no column {column!r}; its columns are {', '.join(present)}")
+            # a first row in place of the names may hold whole texts
+            shown = [name if len(name) <= 50 else f"{name[:50]}..." for name in present]
+            hint = " (is that a header?)" if shown != present else hint
+            raise ValueError(f"{table.source} has no column {column!r}; its columns are {', '.join(shown)}{hint}")
 
 
 def _check_label_column(table: Table, column: str) -> None:
-    _check_columns(table, (column,))
+    _check_columns(table, (column,), ": --label_column names another")
     if not isinstance(table.rows.features[column], (datasets.Value, datasets.ClassLabel)):
         raise ValueError(f"{table.source}: column {column!r} must hold one label a row, a text or a number")
 
@@ -412,6 +406,8 @@ def _encode_labels(
         if task in TASKS.values():
             ids |= {str(index): label2id[label] for index, label in enumerate(task.labels)}
             allowed = f"0 to {len(task.labels) - 1} or {allowed}"
+        else:
+            allowed += ", as in the training data or, without any, in the checkpoint"
         # null is no class of the name None
         encoding = {value: ids[str(value)] for value in present if value not in _NO_LABEL and str(value) in ids}
     if may_be_unlabelled and present <= {-1, *_NO_LABEL} and not encoding:
@@ -419,7 +415,11 @@ def _encode_labels(
     strange = present - encoding.keys()
     if strange:
         shown = ", ".join(sorted(map(repr, strange))[:5])
-        raise ValueError(f"{table.source}: column {task.label_column!r} holds {shown}; allowed are {allowed}")
+        count = sum(value in strange for value in values)
+        raise ValueError(
+            f"{table.source}: column {task.label_column!r} holds {shown} in {count} of {len(values)} rows; "
+            f"allowed are {allowed}"
+        )
     return [encoding[value] for value in values]
 
 

@@ -788,6 +788,14 @@ def longest_input(model: PreTrainedModel) -> int | None:
     return limit
 
 
+def longer_by_conversion(length: int) -> str:
+    """What to do for a checkpoint to take so many tokens, for messages."""
+    return (
+        f"scripts/convert_checkpoint.py --max_position_embeddings {length} makes a longer Yoso of a BERT, DistilBERT, "
+        "RoBERTa, XLM-R, CamemBERT, Data2Vec, ELECTRA, ERNIE or Yoso checkpoint"
+    )
+
+
 def end_processes() -> None:
     """End the process group of a script that ran in several processes, and its threads.
 
