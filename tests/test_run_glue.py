@@ -647,7 +647,7 @@ def test_no_label_is_no_class_of_the_name_none(tmp_path):
     task = GlueTask("sst2", ("text",), ("None", "rel"), ("predictions",))
     rows = [{"text": "good", "label": label} for label in ("None", "rel", None)]
     tables = [read_file("a", write_rows(tmp_path / f"{i}.jsonl", part)) for i, part in enumerate((rows, rows[:2]))]
-    with pytest.raises(ValueError, match="column 'label' holds None in 1 of 2 rows; allowed are 'None', 'rel'"):
+    with pytest.raises(ValueError, match="column 'label' holds None in 1 of 3 rows; allowed are 'None', 'rel'"):
         _encode_labels(tables[0], task, {"None": 0, "rel": 1}, False)
     assert _encode_labels(tables[1], task, {"None": 0, "rel": 1}, False) == [0, 1]
     empty = Table("a", tables[0].rows.select([2, 2]))
@@ -1328,7 +1328,7 @@ BAD_INPUT = {
     ),
     "no header": (
         {"task_name": None, "train_file": [{"a film of which much can be said, " * 9: "bad"}]},
-        r"no column 'label'; its columns are a film of which much can be said, .{15}\.\.\. .is that a header",
+        r"no column 'label'; its columns are a film of which much can be said, .{16}\.\.\. .is that a header",
     ),
     "own text column missing": (
         {"task_name": None, "sentence1_column": "text", "train_file": [SST2, SST2 | {"label": 0}]},
