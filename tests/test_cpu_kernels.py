@@ -150,6 +150,16 @@ def test_same_bits_of_near_pairs_whatever_the_number_of_threads(heads, dtype):
     assert_same_bits_on_any_number_of_threads(lambda: near_outputs(ops, *tensors, codes, 6, 75))
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_which_outputs_a_value_spoils_does_not_depend_on_the_number_of_threads(value):
+    """Beside those near it, some queries that share a tile with these."""
+    _, query, key, values, codes = make_near((1, 1, 200, 16, 16, 4, 5), torch.float32)
+    values[0, 0, 100] = value
+    assert_same_bits_on_any_number_of_threads(
+        lambda: [ops.local_attention(query, key, values, *codes, 5, 5).isfinite()]
+    )
+
+
 def test_same_bits_where_the_number_of_threads_decides_what_fits_the_cache():
     inputs = Inputs("random", (1, 4, 15000, 14000, 64, 64, 2, 11), torch.float32)
     assert_same_bits_on_any_number_of_threads(

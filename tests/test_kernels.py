@@ -658,6 +658,25 @@ def test_the_gradient_of_a_single_key_is_that_of_a_weight_of_one(size, dtype):
     assert (gradients[2] - exact).norm() <= 2 * (grad.sum(2, keepdim=True) - exact).norm() + 1e-6 * exact.norm()
 
 
+@pytest.fixture
+def flushed_denormals():
+    """Floats below the normal range are zero to the processor."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("not on this processor")
+    yield
+    torch.set_flush_denormal(False)
+
+
+@needs_softmax_kernel
+@pytest.mark.parametrize("columns", [1, 16, 65536])
+def test_halves_below_their_normal_range_are_numbers_all_the_same(columns, flushed_denormals):  # noqa: ARG001
+    """They are normal floats. Of one key, the output is its value: of every number there is."""
+    value = torch.arange(65536).to(torch.int16).view(torch.float16).view(-1, 1, 1, columns)
+    row = torch.zeros(len(value), 1, 1, 1, dtype=torch.float16)
+    out, _ = ops.softmax_attention(row, row, value, None, 1.0)
+    torch.testing.assert_close(out, value, rtol=0, atol=0, equal_nan=True)
+
+
 @needs_softmax_kernel
 def test_softmax_does_not_depend_on_which_rows_share_a_tile():
     """Where a logarithm is above the largest before by what is only just too much, or not, by how it is rounded."""

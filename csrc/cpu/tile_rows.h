@@ -51,7 +51,6 @@ class VectorForward {
   VectorForward(int64_t num_queries, int64_t num_keys, int64_t D, int64_t Dv)
       : columns_(padded(D)),
         value_columns_(padded(Dv)),
-        num_queries_(num_queries),
         num_keys_(num_keys),
         query_(num_queries * columns_),
         key_(num_keys * columns_),
@@ -103,7 +102,7 @@ class VectorForward {
   T* sums() { return sums_.data(); }
 
  private:
-  const int64_t columns_, value_columns_, num_queries_, num_keys_;
+  const int64_t columns_, value_columns_, num_keys_;
   Buffer<T> query_, key_, key_tiles_, value_, sums_, lengths_;
 };
 

@@ -227,7 +227,9 @@ template <class T, class Pairs>
 void attention_forward(const Pairs& all_pairs, const InputRows& query, const InputRows& key, const InputRows& value,
                        bool unit, const OutputRows& out, const Tensor& inverse_length) {
   const int64_t B = query.batches, H = query.heads, N = query.count, M = key.count;
-  const int64_t slices = slices_of_head(B * H, N), num_rows = (N + slices - 1) / slices;
+  // of whole tiles: a key that is not finite makes all queries of a tile so, near to it or not
+  const int64_t slices = slices_of_head(B * H, N), tiles = (N + kTileQueries - 1) / kTileQueries;
+  const int64_t num_rows = (tiles + slices - 1) / slices * kTileQueries;
   T* inverse = unit ? static_cast<T*>(inverse_length.mutable_data_ptr()) : nullptr;
   with_rows<T>(query, [&](auto kind) {
     using Rows = typename decltype(kind)::template Forward<Pairs::kUnit>;
