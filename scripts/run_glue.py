@@ -175,7 +175,7 @@ def check_arguments(args: GlueArguments, training_args: TrainingArguments) -> No
     if args.files():
         for split in splits:
             if getattr(args, FILE_ARGUMENTS[split]) is None:
-                asked_by = next(name for part, name in ASKED_BY.items() if split.startswith(part))
+                asked_by = ASKED_BY[split.partition("_")[0]]
                 raise ValueError(
                     f"--{FILE_ARGUMENTS[split]} is missing: --{asked_by} asks for the {split} data "
                     f"(--{asked_by} false leaves them out), and with "

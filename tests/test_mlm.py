@@ -267,8 +267,8 @@ def test_sparse_loss_and_gradients_equal_dense_ones(name, masking, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["of model_init", "of PEFT"])
-def test_sparse_prediction_of_a_model(kind, masking, tmp_path):
-    """That the trainer was not made with, or that has another around it."""
+def test_sparse_prediction_is_of_the_model_that_is_trained(kind, masking, tmp_path):
+    """Be it another than the trainer was made with, or inside of one."""
     peft = pytest.importorskip("peft")
     trained = []
     for sparse in (True, False):

@@ -699,7 +699,7 @@ def test_labels_without_names_are_the_task_s_if_there_are_as_many():
     ],
 )
 def test_a_trained_head_of_other_labels_is_warned_of(caplog, present, warned):
-    """It would go on from them; one of as many labels more is made anew."""
+    """Training goes on from it. A head for another number of labels is made anew."""
     config = YosoConfig(id2label=dict(enumerate(present)))
     set_labels(config, TASKS["sst2"], trains=True)
     assert sorted(label.lower() for label in config.label2id) == ["negative", "positive"]

@@ -161,7 +161,7 @@ def _with_numbers(rows: datasets.Dataset, columns: Collection[str]) -> datasets.
         for dtype, pattern in _NUMBERS.items():
             if pc.all(pc.match_substring_regex(texts, pattern)).as_py():
                 numbers = pc.cast(texts, dtype).to_pylist()
-                # of a table without any column no more is known of how many rows it has
+                # first, as a table without a column does not know how many rows it has
                 rows = rows.add_column(f"{name} as numbers", numbers, feature=datasets.Value(dtype))
                 rows = rows.remove_columns(name).rename_column(f"{name} as numbers", name)
                 break
