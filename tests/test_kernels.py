@@ -645,6 +645,17 @@ def test_cosines_that_rounding_has_above_one(hash_code_len):
 
 
 @needs_softmax_kernel
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_softmax_is_as_accurate_as_pytorch_where_logarithms_rise_from_tile_to_tile(dtype):
+    """What was summed up before is over a smaller weight each time."""
+    inputs = Inputs("random", (1, 2, 70, 400, 32, 16, 1, 7), dtype)
+    inputs.key = inputs.key * (torch.arange(400) / 8).to(dtype).unsqueeze(-1)
+    largest = (32**-0.5 * inputs.query.double() @ inputs.key.double().mT).unflatten(-1, (-1, 50)).amax(-1)
+    assert (largest.diff(dim=-1) > 8).double().mean() > 0.3
+    assert_as_accurate_as_pytorch(inputs.softmax, dtype)
+
+
+@needs_softmax_kernel
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1.0, 1e2, 1e4, 1e8])
 def test_the_gradient_of_a_single_key_is_that_of_a_weight_of_one(size, dtype):

@@ -1,13 +1,12 @@
-// The rows of a head as attention in tiles multiplies them, by the tiles of AMX: bfloat16 rows, sums in float32. A tile
-// holds 16 rows of 64 bytes, and a product of two tiles is
-//     c[i][j] += sum over k < 32 of a[i][k] b[k][j],  a: 16 rows of 32 numbers, b: 16 rows of 16 pairs of numbers, of
-//     row 2k and 2k + 1 of the matrix, c: 16 x 16 in float32.
+// The rows of a head as attention in tiles multiplies them, by the tiles of AMX (amx_tiles.h): bfloat16 rows, sums in
+// float32.
 //
 // Rows are multiplied as they are, which is exact in float32 up to the sums, and scaled to length one afterwards. What
 // is no bfloat16, the weights and slopes, is multiplied as the sum of two, which leaves an error of 2^-16: AMX is fast
 // enough for that. Places outside of a tile's queries and keys hold zeros, and so do rows and columns past the last.
 #pragma once
 
+#include "amx_tiles.h"
 #include "tile_rows.h"
 
 #if YOSO_HAS_AMX
@@ -15,110 +14,7 @@
 namespace yoso {
 namespace {
 
-constexpr int64_t kAmxRows = 16;
-// numbers that a product of two tiles adds up: rows are padded to so many
-constexpr int64_t kAmxStep = 32;
-
-inline int64_t amx_padded(int64_t columns) { return (columns + kAmxStep - 1) / kAmxStep * kAmxStep; }
 inline int64_t whole_query_tiles(int64_t rows) { return (rows + kTileQueries - 1) / kTileQueries * kTileQueries; }
-
-// Calls f(Width<64>), with the eight tiles at their full size.
-template <class F>
-__attribute__((target("arch=x86-64-v4,amx-tile,amx-bf16"), noinline)) void run_amx(const F& f) {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  } const configuration;
-  asm volatile("ldtilecfg %0" : : "m"(configuration));
-  f(Width<64>{});
-  asm volatile("tilerelease");
-}
-
-template <int tile>
-YOSO_INLINE void clear_tile() {
-  asm volatile("tilezero %%tmm%c0" : : "i"(tile));
-}
-template <int tile>
-YOSO_INLINE void load_tile(const void* from, int64_t row_bytes) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(row_bytes), "i"(tile) : "memory");
-}
-template <int tile>
-YOSO_INLINE void store_tile(void* to, int64_t row_bytes) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(row_bytes), "i"(tile) : "memory");
-}
-template <int c, int a, int b>
-YOSO_INLINE void multiply_tiles() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
-}
-
-// Where the tiles of a matrix lie: number i of step s, and of part p where the matrix is the sum of two.
-template <int parts = 1>
-struct TileGrid {
-  const void* data;
-  int64_t tile_bytes, step_bytes, row_bytes, part_bytes = 0;
-
-  template <int register_number>
-  YOSO_INLINE void load(int64_t i, int64_t s, int64_t p) const {
-    load_tile<register_number>(static_cast<const char*>(data) + i * tile_bytes + s * step_bytes + p * part_bytes,
-                               row_bytes);
-  }
-};
-
-// R x C tiles of sums, from tile (i, j) on, in registers 0..3; 4 and 5 hold a's tiles, 6 and 7 b's.
-template <int R, int C, int a_parts, int b_parts>
-YOSO_INLINE void multiply_grid_part(bool add, int64_t i, int64_t j, int64_t steps, const TileGrid<a_parts>& a,
-                                    const TileGrid<b_parts>& b, float* c, int64_t c_columns) {
-  const int64_t row_bytes = c_columns * sizeof(float);
-  float* const to = c + i * kAmxRows * c_columns + j * kAmxRows;
-  if (add) {
-    load_tile<0>(to, row_bytes);
-    if constexpr (C > 1) load_tile<1>(to + kAmxRows, row_bytes);
-    if constexpr (R > 1) load_tile<2>(to + kAmxRows * c_columns, row_bytes);
-    if constexpr (R > 1 && C > 1) load_tile<3>(to + kAmxRows * c_columns + kAmxRows, row_bytes);
-  } else {
-    clear_tile<0>();
-    if constexpr (C > 1) clear_tile<1>();
-    if constexpr (R > 1) clear_tile<2>();
-    if constexpr (R > 1 && C > 1) clear_tile<3>();
-  }
-  for (int64_t s = 0; s < steps; ++s)
-    for (int part = 0; part < std::max(a_parts, b_parts); ++part) {
-      // what has one part stays for the other's second
-      if (part < a_parts) a.template load<4>(i, s, part);
-      if (part < b_parts) b.template load<6>(j, s, part);
-      multiply_tiles<0, 4, 6>();
-      if constexpr (C > 1) {
-        if (part < b_parts) b.template load<7>(j + 1, s, part);
-        multiply_tiles<1, 4, 7>();
-      }
-      if constexpr (R > 1) {
-        if (part < a_parts) a.template load<5>(i + 1, s, part);
-        multiply_tiles<2, 5, 6>();
-      }
-      if constexpr (R > 1 && C > 1) multiply_tiles<3, 5, 7>();
-    }
-  store_tile<0>(to, row_bytes);
-  if constexpr (C > 1) store_tile<1>(to + kAmxRows, row_bytes);
-  if constexpr (R > 1) store_tile<2>(to + kAmxRows * c_columns, row_bytes);
-  if constexpr (R > 1 && C > 1) store_tile<3>(to + kAmxRows * c_columns + kAmxRows, row_bytes);
-}
-
-// c = a b, or c += a b: rows x columns tiles of sums, of `steps` products each.
-template <int a_parts, int b_parts>
-YOSO_INLINE void multiply_grids(bool add, int64_t rows, int64_t columns, int64_t steps, const TileGrid<a_parts>& a,
-                                const TileGrid<b_parts>& b, float* c, int64_t c_columns) {
-  int64_t i = 0;
-  for (; i + 2 <= rows; i += 2) {
-    int64_t j = 0;
-    for (; j + 2 <= columns; j += 2) multiply_grid_part<2, 2>(add, i, j, steps, a, b, c, c_columns);
-    if (j < columns) multiply_grid_part<2, 1>(add, i, j, steps, a, b, c, c_columns);
-  }
-  if (i == rows) return;
-  int64_t j = 0;
-  for (; j + 2 <= columns; j += 2) multiply_grid_part<1, 2>(add, i, j, steps, a, b, c, c_columns);
-  if (j < columns) multiply_grid_part<1, 1>(add, i, j, steps, a, b, c, c_columns);
-}
 
 // 32 numbers of 16 bits, and 16 of 32.
 using Halves = Vector<uint16_t, 64>;
@@ -334,28 +230,58 @@ class AmxForward {
     }
   }
 
-  template <class V>
-  YOSO_INLINE void multiply_rows(Range queries, Range keys, float* products) const {
-    multiply_row_tiles(query_.data() + queries.begin * stride_, key_tiles_.data() + keys.begin * stride_ / 2, stride_,
-                       keys, products);
-    if (unit)
-      scale_products(queries, keys, query_inverse_.data(), key_inverse_.data(), products);
+  // Multiplies a tile's rows, as the tile before is weighed and the values of the one before that are added.
+  template <class V, class Pairs>
+  YOSO_INLINE void add_tile(Pairs& pairs, int64_t first, Range queries, Range keys) {
+    // the weights that were there are multiplied before
+    float* const products = tiles_.data() + (weighed_next_.numbers == tiles_.data() ? kTileSize : 0);
+    meanwhile_.set_rows({padded(keys.count()) / kAmxRows, stride_ / kAmxStep,
+                         TileGrid{query_.data() + queries.begin * stride_, kAmxRows * stride_ * 2, 64, stride_ * 2},
+                         TileGrid{key_tiles_.data() + keys.begin * stride_ / 2, 64, kAmxRows * kTileKeys * 4,
+                                  kTileKeys * 4},
+                         products, kTileKeys});
+    weigh<V>(pairs);
+    weighed_next_ = {first, queries, keys, products};
   }
 
-  // Overwrites the weights.
-  template <class V>
-  YOSO_INLINE void add_values(Range queries, Range keys, float* weights) {
-    clear_outside(queries, keys, weights);
-    split_rows(weights);
-    multiply_split_rows(weights, value_pairs_.data() + keys.begin * value_stride_ / 2, value_stride_, value_columns_,
-                        sums_.data() + queries.begin * value_columns_);
+  template <class V, class Pairs>
+  YOSO_INLINE void finish(Pairs& pairs) {
+    weigh<V>(pairs);
+    meanwhile_.finish();
+    weighed_next_ = {};
   }
 
   int64_t value_columns() const { return value_columns_; }
   float* sums() { return sums_.data(); }
 
  private:
+  // A tile's products, and then its weights.
+  struct Tile {
+    int64_t first;
+    Range queries, keys;
+    float* numbers;
+  };
+
+  template <class V, class Pairs>
+  YOSO_INLINE void weigh(Pairs& pairs) {
+    const auto [first, queries, keys, weights] = weighed_next_;
+    if (weights == nullptr) return meanwhile_.finish();
+    if (unit) scale_products(queries, keys, query_inverse_.data(), key_inverse_.data(), weights);
+    pairs.template weigh<V>(Range{first + queries.begin, first + queries.end}, keys, weights, meanwhile_);
+    meanwhile_.finish();
+    clear_outside(queries, keys, weights);
+    split_rows(weights);
+    meanwhile_.set_values({value_columns_ / kAmxRows, kTileKeys / kAmxStep,
+                           TileGrid<2>{weights, kAmxRows * kTileKeys * 4, 64, kTileKeys * 4, kTileKeys * 2},
+                           TileGrid{value_pairs_.data() + keys.begin * value_stride_ / 2, 64,
+                                    kAmxRows * value_stride_ * 4, value_stride_ * 4},
+                           sums_.data() + queries.begin * value_columns_, value_columns_});
+  }
+
   const int64_t stride_, value_stride_, value_columns_, num_keys_;
+  ProductsMeanwhile meanwhile_{kTileQueries};
+  Tile weighed_next_{};
+  Buffer<float> tiles_{2 * kTileSize};
   Buffer<BFloat16> query_, tile_;
   Buffer<uint32_t> key_tiles_, value_pairs_;
   Buffer<float> query_inverse_, key_inverse_, sums_;

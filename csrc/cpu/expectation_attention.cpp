@@ -31,14 +31,14 @@ struct AllPairs {
   // keys are not masked here
   YOSO_INLINE bool is_real(int64_t) const { return true; }
 
-  template <class V, class T = Element<V>>
-  YOSO_INLINE void weigh(Range queries, Range keys, T* weights) const {
-    kernel_weights<V, coarse>(queries, keys, weights, tau);
+  template <class V, class Meanwhile, class T = Element<V>>
+  YOSO_INLINE void weigh(Range queries, Range keys, T* weights, Meanwhile&& meanwhile) const {
+    kernel_weights<V, coarse>(queries, keys, weights, tau, meanwhile);
   }
   template <class V, class T = Element<V>>
-  YOSO_INLINE void weigh(Range queries, Range keys, T* weights, T* slopes) const {
+  YOSO_INLINE void weigh_slopes(Range queries, Range keys, T* weights, T* slopes) const {
     if (exact) return kernel_slopes<V>(weights, tau, slopes);
-    weigh<V>(queries, keys, weights);
+    weigh<V>(queries, keys, weights, NothingMeanwhile{});
     // the lower bound
     for (int64_t i = 0; i < queries.count() * kTileKeys; ++i) slopes[i] = weights[i] * (static_cast<T>(tau) / 2);
   }

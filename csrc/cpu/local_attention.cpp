@@ -47,9 +47,9 @@ struct NearPairs {
 
   YOSO_INLINE bool is_real(int64_t key) const { return key_codes.real(offset + key); }
 
-  template <class V, class T = Element<V>>
-  YOSO_INLINE void weigh(Range queries, Range keys, T* weights) {
-    kernel_weights<V>(queries, keys, weights, tau);
+  template <class V, class Meanwhile, class T = Element<V>>
+  YOSO_INLINE void weigh(Range queries, Range keys, T* weights, Meanwhile&& meanwhile) {
+    kernel_weights<V>(queries, keys, weights, tau, meanwhile);
     for (int64_t hash = 0; hash < num_hash; hash += kHashBlock) {
       count_agreeing<V>(queries, keys, hash, std::min(kHashBlock, num_hash - hash));
       for (int64_t i = 0; i < kTileSize; ++i) weights[i] -= agreeing[i] * (T{1} / num_hash);
@@ -58,8 +58,8 @@ struct NearPairs {
   }
 
   template <class V, class T = Element<V>>
-  YOSO_INLINE void weigh(Range queries, Range keys, T* weights, T* slopes) {
-    weigh<V>(queries, keys, weights);
+  YOSO_INLINE void weigh_slopes(Range queries, Range keys, T* weights, T* slopes) {
+    weigh<V>(queries, keys, weights, NothingMeanwhile{});
     for (int64_t i = 0; i < kTileSize; ++i) slopes[i] = weights[i] * (static_cast<T>(tau) / 2);
   }
 

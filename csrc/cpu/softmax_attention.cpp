@@ -61,11 +61,15 @@ struct SoftmaxPairs {
       f(width);
   }
 
-  template <class V>
-  YOSO_INLINE void weigh(Range queries, Range keys, T* weights) const {
+  template <class V, class Meanwhile>
+  YOSO_INLINE void weigh(Range queries, Range keys, T* weights, Meanwhile&& meanwhile) const {
     using X = Numbers<V>;
     with_width(keys, [&](auto width) YOSO_INLINE_LAMBDA {
-      if (most_above<V>(width, queries, keys, weights) > kMostAbove) raise<V>(width, queries, keys, weights);
+      if (most_above<V>(width, queries, keys, weights) > kMostAbove) {
+        // the sums are over the same as the weights that are still to be multiplied
+        meanwhile.finish();
+        raise<V>(width, queries, keys, weights);
+      }
       for (int64_t q = 0; q < queries.count(); ++q) {
         const T most = largest[queries.begin + q];
         T *to = weights + q * kTileKeys, *total = totals + (queries.begin + q) * kRowQuantum;
@@ -74,6 +78,7 @@ struct SoftmaxPairs {
         V sum = load<V>(total);
         for (int64_t k = 0; k < width; k += kLanes<V>) sum += load<V>(to + k);
         store<V>(total, sum);
+        meanwhile();
       }
     });
   }
@@ -121,7 +126,7 @@ struct SoftmaxPairs {
   }
 
   template <class V>
-  YOSO_INLINE void weigh(Range queries, Range keys, T* weights, T* slopes) const {
+  YOSO_INLINE void weigh_slopes(Range queries, Range keys, T* weights, T* slopes) const {
     using X = Numbers<V>;
     with_width(keys, [&](auto width) YOSO_INLINE_LAMBDA {
       for (int64_t q = 0; q < queries.count(); ++q)

@@ -44,6 +44,12 @@ YOSO_INLINE void load_real_rows(const InputRows& x, int64_t batch, int64_t head,
     if (!is_real(row)) std::memset(to + row * columns, 0, columns * sizeof(Element<V>));
 }
 
+// What vectors multiply while a tile is weighed.
+struct NothingMeanwhile {
+  YOSO_INLINE void operator()() const {}
+  YOSO_INLINE void finish() const {}
+};
+
 // Some of a head's queries, all its keys and values, and the sums of values that are the output.
 template <class T, bool unit>
 class VectorForward {
@@ -80,23 +86,24 @@ class VectorForward {
     transpose_tiles<V>(key_.data(), num_keys_, columns_, key_tiles_.data());
   }
 
-  // The products of a tile's queries and keys.
-  template <class V>
-  YOSO_INLINE void multiply_rows(Range queries, Range keys, T* products) const {
-    // not those of a last tile that have no key: short sequences have no other
+  // Adds the values of a tile's keys, times their weights, to the sums of its queries; query 0 here is the head's query
+  // `first`. The sums are complete after finish.
+  template <class V, class Pairs>
+  YOSO_INLINE void add_tile(Pairs& pairs, int64_t first, Range queries, Range keys) {
+    // one buffer, from products to what is multiplied: with the rows, it stays in a first-level cache
+    alignas(64) T weights[kTileSize];
+    // not the products of a last tile that have no key: short sequences have no other
     multiply<V, false>(queries.count(), padded(keys.count()), columns_,
                        AllRows<const T>{query_.data() + queries.begin * columns_, columns_}, 1,
                        AllRows<const T>{key_tiles_.data() + keys.begin * columns_, kTileKeys},
-                       AllRows<T>{products, kTileKeys});
-  }
-
-  // Adds a tile's values times their weights to the sums.
-  template <class V>
-  YOSO_INLINE void add_values(Range queries, Range keys, const T* weights) {
+                       AllRows<T>{weights, kTileKeys});
+    pairs.template weigh<V>(Range{first + queries.begin, first + queries.end}, keys, weights, NothingMeanwhile{});
     multiply<V>(queries.count(), value_columns_, keys.count(), AllRows<const T>{weights, kTileKeys}, 1,
                 AllRows<const T>{value_.data() + keys.begin * value_columns_, value_columns_},
                 AllRows<T>{sums_.data() + queries.begin * value_columns_, value_columns_});
   }
+  template <class V, class Pairs>
+  YOSO_INLINE void finish(Pairs&) {}
 
   int64_t value_columns() const { return value_columns_; }
   T* sums() { return sums_.data(); }

@@ -5,8 +5,12 @@
 //     kNear                           whether a tile meets only those near it
 //     keys_of(queries, keys)          the part of the keys that a tile of queries needs; begins where a tile does
 //     queries_of(keys, queries)       the like for a tile of keys
-//     weigh(queries, keys, weights[, slopes])   puts a tile's weights in the place of the products of its rows, and
-//                                     their slopes elsewhere
+//     weigh(queries, keys, weights, meanwhile)
+//                                     puts a tile's weights in the place of the products of its rows; calls
+//                                     meanwhile() up to kTileQueries times, and meanwhile.finish() before it changes
+//                                     sums
+//     weigh_slopes(queries, keys, weights, slopes)
+//                                     puts a tile's weights there, and their slopes elsewhere
 //     centre_products(queries, products)
 //                                     may change the products of gradients and values, with which the slope is
 //                                     multiplied
@@ -156,8 +160,8 @@ YOSO_INLINE void power(X (&base)[count], int64_t exponent, X (&out)[count]) {
 
 // The weights p(cosine) of a tile's rows, as wide as it has keys, in the place of its cosines; `coarse` is precise
 // enough for bfloat16.
-template <class V, bool coarse = false, class T = Element<V>>
-YOSO_INLINE void kernel_weights(Range queries, Range keys, T* weights, int64_t tau) {
+template <class V, bool coarse = false, class Meanwhile, class T = Element<V>>
+YOSO_INLINE void kernel_weights(Range queries, Range keys, T* weights, int64_t tau, Meanwhile&& meanwhile) {
   using X = Numbers<V>;
   const int64_t width = padded(keys.count());
   for (int64_t q = 0; q < queries.count(); q += kTogether)
@@ -167,6 +171,7 @@ YOSO_INLINE void kernel_weights(Range queries, Range keys, T* weights, int64_t t
       for (int64_t j = 0; j < kTogether; ++j) base[j] = angle_complement<coarse>(load_numbers<X>(from + j * kTileKeys));
       power(base, tau, out);
       for (int64_t j = 0; j < kTogether; ++j) store_numbers(from + j * kTileKeys, out[j]);
+      meanwhile();
     }
 }
 
@@ -197,22 +202,16 @@ template <class T, class Pairs, class Rows>
 void attention_rows(Pairs& pairs, int64_t first, int64_t num_queries, int64_t num_keys, Rows& rows) {
   Rows::run([&](auto bytes) YOSO_INLINE_LAMBDA {
     using V = Vector<T, bytes()>;
-    // one buffer, from products to what is multiplied: with the rows, it stays in a first-level cache
-    alignas(64) T weights[kTileSize];
     const int64_t chunk_rows = Pairs::kNear ? num_keys : kChunkRows;
     for (int64_t chunk = 0; chunk < num_keys; chunk += chunk_rows)
       for (int64_t q = 0; q < num_queries; q += kTileQueries) {
         const Range queries{q, std::min(num_queries, q + kTileQueries)};
-        const Range queries_of_head{first + queries.begin, first + queries.end};
-        const Range keys = pairs.keys_of(queries_of_head, {0, num_keys});
+        const Range keys = pairs.keys_of({first + queries.begin, first + queries.end}, {0, num_keys});
         const int64_t end = std::min(keys.end, chunk + chunk_rows);
-        for (int64_t k = std::max(keys.begin, chunk); k < end; k += kTileKeys) {
-          const Range tile{k, std::min(end, k + kTileKeys)};
-          rows.template multiply_rows<V>(queries, tile, weights);
-          pairs.template weigh<V>(queries_of_head, tile, weights);
-          rows.template add_values<V>(queries, tile, weights);
-        }
+        for (int64_t k = std::max(keys.begin, chunk); k < end; k += kTileKeys)
+          rows.template add_tile<V>(pairs, first, queries, {k, std::min(end, k + kTileKeys)});
       }
+    rows.template finish<V>(pairs);
   });
 }
 
@@ -273,7 +272,7 @@ YOSO_INLINE void attention_gradients(Pairs& pairs, Rows& rows, Range all_queries
       for (int64_t q = near.begin; q < near.end; q += kTileQueries) {
         const Range queries{q, std::min(near.end, q + kTileQueries)};
         rows.template multiply_rows<V>(queries, keys, weights, value_products);
-        pairs.template weigh<V>(queries, keys, weights, slopes);
+        pairs.template weigh_slopes<V>(queries, keys, weights, slopes);
         pairs.template centre_products<V>(queries, value_products);
         const int64_t width = padded(keys.count());
         for (int64_t row = 0; row < queries.count() * kTileKeys; row += kTileKeys)
