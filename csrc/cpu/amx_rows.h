@@ -117,12 +117,12 @@ YOSO_INLINE void split_rows(float* tile) {
   }
 }
 
-// sums += what split_rows made times pairs of the tile's keys, or values, of `columns` columns.
-YOSO_INLINE void multiply_split_rows(const float* tile, const uint32_t* pairs, int64_t stride, int64_t columns,
-                                     float* sums) {
-  multiply_grids(true, kTileQueries / kAmxRows, columns / kAmxRows, kTileKeys / kAmxStep,
-                 TileGrid<2>{tile, kAmxRows * kTileKeys * 4, 64, kTileKeys * 4, kTileKeys * 2},
-                 TileGrid{pairs, 64, kAmxRows * stride * 4, stride * 4}, sums, columns);
+// What split_rows made, and pairs of the tile's keys, or values.
+YOSO_INLINE TileGrid<2> split_rows_grid(const float* tile) {
+  return {tile, kAmxRows * kTileKeys * 4, 64, kTileKeys * 4, kTileKeys * 2};
+}
+YOSO_INLINE TileGrid<> pairs_grid(const uint32_t* pairs, int64_t stride) {
+  return {pairs, 64, kAmxRows * stride * 4, stride * 4};
 }
 
 // A tile's numbers as right matrix, in their place: of every pair of queries the upper halves, and what these leave.
@@ -164,11 +164,16 @@ YOSO_INLINE void scale_products(Range queries, Range keys, const float* query_in
 }
 
 // Rows that are multiplied with each other: a tile of queries, or gradients, with one of keys, or values.
+YOSO_INLINE TileGrid<> left_grid(const BFloat16* left, int64_t stride) {
+  return {left, kAmxRows * stride * 2, 64, stride * 2};
+}
+YOSO_INLINE TileGrid<> right_grid(const uint32_t* right) {
+  return {right, 64, kAmxRows * kTileKeys * 4, kTileKeys * 4};
+}
 YOSO_INLINE void multiply_row_tiles(const BFloat16* left, const uint32_t* right, int64_t stride, Range keys,
                                     float* products) {
   multiply_grids(false, kTileQueries / kAmxRows, padded(keys.count()) / kAmxRows, stride / kAmxStep,
-                 TileGrid{left, kAmxRows * stride * 2, 64, stride * 2},
-                 TileGrid{right, 64, kAmxRows * kTileKeys * 4, kTileKeys * 4}, products, kTileKeys);
+                 left_grid(left, stride), right_grid(right), products, kTileKeys);
 }
 
 // Some keys or values of a head, a tile at a time: those for which is_real(row) does not hold, and what is past the
@@ -236,10 +241,8 @@ class AmxForward {
     // the weights that were there are multiplied before
     float* const products = tiles_.data() + (weighed_next_.numbers == tiles_.data() ? kTileSize : 0);
     meanwhile_.set_rows({padded(keys.count()) / kAmxRows, stride_ / kAmxStep,
-                         TileGrid{query_.data() + queries.begin * stride_, kAmxRows * stride_ * 2, 64, stride_ * 2},
-                         TileGrid{key_tiles_.data() + keys.begin * stride_ / 2, 64, kAmxRows * kTileKeys * 4,
-                                  kTileKeys * 4},
-                         products, kTileKeys});
+                         left_grid(query_.data() + queries.begin * stride_, stride_),
+                         right_grid(key_tiles_.data() + keys.begin * stride_ / 2), products, kTileKeys});
     weigh<V>(pairs);
     weighed_next_ = {first, queries, keys, products};
   }
@@ -271,10 +274,8 @@ class AmxForward {
     meanwhile_.finish();
     clear_outside(queries, keys, weights);
     split_rows(weights);
-    meanwhile_.set_values({value_columns_ / kAmxRows, kTileKeys / kAmxStep,
-                           TileGrid<2>{weights, kAmxRows * kTileKeys * 4, 64, kTileKeys * 4, kTileKeys * 2},
-                           TileGrid{value_pairs_.data() + keys.begin * value_stride_ / 2, 64,
-                                    kAmxRows * value_stride_ * 4, value_stride_ * 4},
+    meanwhile_.set_values({value_columns_ / kAmxRows, kTileKeys / kAmxStep, split_rows_grid(weights),
+                           pairs_grid(value_pairs_.data() + keys.begin * value_stride_ / 2, value_stride_),
                            sums_.data() + queries.begin * value_columns_, value_columns_});
   }
 
@@ -376,8 +377,9 @@ class AmxBackward {
     else
       std::memcpy(left, slopes, sizeof(left));
     split_rows(left);
-    multiply_split_rows(left, key_pairs_.data() + keys.begin * stride_ / 2, stride_, columns_,
-                        grad_query_.data() + queries.begin * columns_);
+    multiply_grids(true, kTileQueries / kAmxRows, columns_ / kAmxRows, kTileKeys / kAmxStep, split_rows_grid(left),
+                   pairs_grid(key_pairs_.data() + keys.begin * stride_ / 2, stride_),
+                   grad_query_.data() + queries.begin * columns_, columns_);
   }
 
   // Overwrites slopes and weights.
