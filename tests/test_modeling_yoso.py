@@ -607,6 +607,16 @@ def test_save_and_load(model_class, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("conv_window", [None, 3])
+@pytest.mark.parametrize("size", [(2, 0), (0, 5), (0, 0)])
+def test_no_texts_and_texts_without_tokens(size, conv_window):
+    model = make_model(YosoForMaskedLM, use_expectation=False, conv_window=conv_window)
+    ids = torch.zeros(size, dtype=torch.long)
+    for mask in (None, torch.ones_like(ids)):
+        assert model(ids, attention_mask=mask).logits.shape == (*size, model.config.vocab_size)
+
+
+@torch.no_grad()
 def test_hidden_states_are_recorded():
     model = make_model(YosoForMaskedLM, use_expectation=False)
     ids = make_ids(2, 20)

@@ -213,7 +213,8 @@ class YosoSelfAttention(nn.Module):
             local_window=self.config.local_window,
             **kernel,
         )
-        if self.conv is not None:
+        # PyTorch's convolution refuses what has no rows
+        if self.conv is not None and value.shape[2]:
             context = context + self.conv(less_masked(value, real_rows(key_mask)))
         return context.transpose(1, 2).flatten(2), weights
 
