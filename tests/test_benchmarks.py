@@ -613,6 +613,10 @@ def test_a_directory_without_the_authors_sources_is_refused(monkeypatch, capsys,
     assert "a clone of mlpen/YOSO has encoders/" in capsys.readouterr().err
 
 
+def page_text(page: str) -> str:
+    return " ".join((BENCHMARKS.parent / page).read_text().split())
+
+
 def page_rows(corner: str, page: str) -> list[list[str]]:
     """The cells of the table whose first cell is given, without the line below its head."""
     lines = (BENCHMARKS.parent / page).read_text().splitlines()
@@ -673,6 +677,28 @@ def test_the_times_of_bfloat16_with_amx_are_those_of_the_results(task):
         assert cells.keys() == by_length.keys()
         for length, cell in cells.items():
             assert cell == pytest.approx(by_length[length], abs=0.051 if cell < 100 else 0.51)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "both"),
+    [
+        ("expectation_attention-bfloat16-amx", "0.71 to 0.81", "0.26 to 0.60"),
+        ("expectation_attention-bfloat16-amx-busy", "1.07 to 1.29", "0.23 to 0.73"),
+    ],
+)
+def test_the_shares_of_softmax_s_time_with_amx_are_those_of_the_results(name, forward, both):
+    ms = defaultdict(dict)
+    for row in json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())["rows"]:
+        ms[row["task"], row["case"]][row["length"]] = row["ms"]
+    for task, told in (("forward", forward), (BOTH, both)):
+        shares = [
+            own / ms[task, "softmax (sdpa)"][length]
+            for case in ("softmax_attention", "expectation_attention")
+            for length, own in ms[task, case].items()
+        ]
+        assert " to ".join(f"{share:.2f}" for share in (min(shares), max(shares))) == told
+        assert told in page_text("docs/results/README.md")
+    assert forward in page_text("README.md")
 
 
 @pytest.mark.parametrize("task", ["forward", BOTH])
