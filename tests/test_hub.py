@@ -388,7 +388,12 @@ def test_code_blocks_of_the_guide_and_of_a_card_run(hub, tmp_path):
     with_package = [block for block in guide if "trust_remote_code=True" not in block]
     without_package = [block for block in guide if "trust_remote_code=True" in block]
     assert with_package and without_package
-    code = "\n".join([HUB_1, local, check.format("yoso_hf."), *with_package])
+    cut = """
+from transformers import AutoTokenizer
+pushed = AutoTokenizer.from_pretrained("your-name/your-yoso")
+assert len(pushed("and more of them " * 3000, truncation=True).input_ids) == config.max_position_embeddings
+"""
+    code = "\n".join([HUB_1, local, check.format("yoso_hf."), *with_package, cut])
     run_python(code, environment=hub.environment(tmp_path / "home"), folder=tmp_path)
     code = "\n".join([BLOCK, remote, check.format("transformers_modules."), *without_package])
     run_python(code, environment=hub.environment(tmp_path / "other home"), folder=tmp_path)

@@ -440,7 +440,8 @@ def train_tokenizer(texts: Iterable[str | None], vocab_size: int) -> RobertaToke
             give fewer.
 
     Returns:
-        The tokenizer: <s> 0, <pad> 1, </s> 2, <unk> 3, <mask> 4.
+        The tokenizer: <s> 0, <pad> 1, </s> 2, <unk> 3, <mask> 4. It does not know a model's longest text:
+        model_max_length is for the caller to set.
 
     Raises:
         ValueError: vocab_size is too small.
