@@ -13,6 +13,7 @@
 
 #include "tensor_cores.h"
 #include "threads.h"
+#include "warps.h"
 
 #define PTX_INLINE inline __attribute__((always_inline))
 
@@ -32,9 +33,6 @@ struct BFloat16 {
 struct BFloat16Pair {
   BFloat16 of[2];
 };
-
-// Always, where nobody reads it too: g++ would take longer for a branch in every stretch.
-PTX_INLINE void count(unsigned stretch) { ++emulator::stretch_counts[stretch]; }
 
 // Memory. Global addresses are the CPU's own; a block's shared memory begins at 0.
 
@@ -117,10 +115,6 @@ PTX_INLINE T absolute(T x) {
 template <class T>
 PTX_INLINE T copy_sign(T x, T y) {
   return std::copysign(y, x);
-}
-template <class T>
-PTX_INLINE T fused_multiply_add(T x, T y, T z) {
-  return std::fma(x, y, z);
 }
 // rounded down; products of floats, and sums of numbers of like size, are exact as doubles
 PTX_INLINE float fused_multiply_add_down(float x, float y, float z) {
@@ -255,79 +249,9 @@ PTX_INLINE T insert_bits(T x, T into, uint32_t at, uint32_t length) {
   const T mask = shift_left<T>(ones, at % 256);
   return (into & ~mask) | (shift_left<T>(x, at % 256) & mask);
 }
-template <class Whole, class Part, class... Parts>
-PTX_INLINE Whole join(Parts... parts) {
-  const std::array<Part, sizeof(Whole) / sizeof(Part)> all = {parts...};
-  return std::bit_cast<Whole>(all);
-}
 template <class Part, class Whole>
 PTX_INLINE auto parts(Whole x) {
   return std::bit_cast<std::array<Part, sizeof(Whole) / sizeof(Part)>>(x);
-}
-
-// What the lanes of a warp do together.
-
-enum class Shuffle { up, down, bfly, idx };
-struct Shuffled {
-  uint32_t value;
-  bool valid;
-};
-// clamp: the last lane of a segment, or the first for up, and in its second byte the lane's bits that are a segment's.
-template <Shuffle kind>
-Shuffled shuffle(uint32_t x, uint32_t by, uint32_t clamp, uint32_t lanes, int operation) {
-  const uint32_t lane = emulator::lane(), segment = clamp >> 8 & 31;
-  const uint32_t first = lane & segment, last = first | (clamp & 31 & ~segment);
-  by &= 31;
-  uint32_t from = kind == Shuffle::up     ? lane - by
-                  : kind == Shuffle::down ? lane + by
-                  : kind == Shuffle::bfly ? lane ^ by
-                                          : first | (by & ~segment);
-  const bool valid = kind == Shuffle::up ? static_cast<int32_t>(from) >= static_cast<int32_t>(last) : from <= last;
-  if (!valid) from = lane;
-  if ((lanes >> from & 1) == 0) emulator::fail("a shuffle from a lane that is not in the mask");
-  return {emulator::exchange(lanes, operation, x, [=](auto peers) { return peers[from]; }), valid};
-}
-inline uint32_t ballot(bool x, uint32_t lanes, int operation) {
-  return emulator::exchange(lanes, operation, x, [=](auto peers) {
-    uint32_t result = 0;
-    for (uint32_t lane = 0; lane < 32; ++lane)
-      if (lanes >> lane & 1) result |= uint32_t{peers[lane]} << lane;
-    return result;
-  });
-}
-
-// Four matrices of 8 x 8: lane l shows row l % 8 of matrix l / 8, and gets elements 2 (l % 4) and the next of row l / 4
-// of each, or of its transpose.
-template <bool transposed>
-std::array<uint32_t, 4> load_matrices(const uint16_t* row, int operation) {
-  return emulator::exchange(~0u, operation, row, [](auto peers) {
-    const unsigned i = emulator::lane() / 4, j = emulator::lane() % 4 * 2;
-    std::array<uint32_t, 4> result;
-    for (unsigned matrix = 0; matrix < 4; ++matrix) {
-      const auto element = [&](unsigned row, unsigned column) {
-        return uint32_t{peers[8 * matrix + row][column]};
-      };
-      result[matrix] = transposed ? element(j, i) | element(j + 1, i) << 16 : element(i, j) | element(i, j + 1) << 16;
-    }
-    return result;
-  });
-}
-
-// c plus the product of a 16 x 16 and a 16 x 8 matrix, see tensor_cores.h: a register has two numbers, the first in its
-// lower half.
-template <class T>
-std::array<float, 4> multiply_matrices(const std::array<uint32_t, 4>& a, const std::array<uint32_t, 2>& b,
-                                       const std::array<float, 4>& c, int operation) {
-  // arrays have no functions, which -Og would call: the tests spend much of their time here
-  float left[8], right[4], sums[4];
-  const auto number = [](uint32_t pair, unsigned k) {
-    return static_cast<float>(T{static_cast<uint16_t>(pair >> 16 * (k % 2))});
-  };
-  for (unsigned k = 0; k < 8; ++k) left[k] = number(a[k / 2], k);
-  for (unsigned k = 0; k < 4; ++k) right[k] = number(b[k / 2], k);
-  for (unsigned k = 0; k < 4; ++k) sums[k] = c[k];
-  emulator::multiply_in_warp(left, right, sums, operation);
-  return {sums[0], sums[1], sums[2], sums[3]};
 }
 
 }  // namespace ptx

@@ -6,8 +6,8 @@
 // __syncthreads only. Two writes race also where both write the same. Additions of integers, which need no order, race
 // with all but each other.
 //
-// What a warpgroup's product reads, its tensor cores read by a way of their own, the async proxy: whoever wrote it needs
-// a fence.proxy.async between the write and the barrier.
+// What a warpgroup's product reads, its tensor cores read by a way of their own, the async proxy: whoever wrote it
+// needs a fence.proxy.async between the write and the barrier.
 #include <cstdio>
 #include <memory>
 #include <unordered_map>

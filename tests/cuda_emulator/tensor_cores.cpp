@@ -143,16 +143,22 @@ void multiply_warp_matrices() {
 
 }  // namespace
 
-void multiply_in_warp(const float (&a)[8], const float (&b)[4], float (&d)[4], int operation) {
+std::array<float, 4> multiply_in_warp(Format format, const std::array<uint32_t, 4>& a,
+                                      const std::array<uint32_t, 2>& b, const std::array<float, 4>& c,
+                                      int operation) {
   // Each thread reads and writes its own elements, so that none need wait until others have.
   WarpMatrices& m = warp_matrices[block.current / 32];
   const unsigned row = lane() / 4, pair = lane() % 4 * 2;
+  const auto number = [&](uint32_t register_bits, unsigned i) {
+    const auto bits = static_cast<uint16_t>(register_bits >> i % 2 * 16);
+    return format == Format::bf16 ? from_bfloat16(bits) : static_cast<float>(std::bit_cast<_Float16>(bits));
+  };
   const auto result = [&](unsigned i) -> float& { return m.d[row + i / 2 * 8][pair + i % 2]; };
-  for (unsigned i = 0; i < 8; ++i) m.a[row + i / 2 % 2 * 8][i / 4 * 8 + pair + i % 2] = a[i];
-  for (unsigned i = 0; i < 4; ++i) m.b[i / 2 * 8 + pair + i % 2][row] = b[i];
-  for (unsigned i = 0; i < 4; ++i) result(i) = d[i];
+  for (unsigned i = 0; i < 8; ++i) m.a[row + i / 2 % 2 * 8][i / 4 * 8 + pair + i % 2] = number(a[i / 2], i);
+  for (unsigned i = 0; i < 4; ++i) m.b[i / 2 * 8 + pair + i % 2][row] = number(b[i / 2], i);
+  for (unsigned i = 0; i < 4; ++i) result(i) = c[i];
   wait_warp(~0u, operation, multiply_warp_matrices);
-  for (unsigned i = 0; i < 4; ++i) d[i] = result(i);
+  return {result(0), result(1), result(2), result(3)};
 }
 
 void multiply_in_warpgroup(const Product& product, const uint32_t* a, float* d, int operation) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 
 // Saves the registers that a call preserves on the stack, and takes up another stack.
 extern "C" void yoso_emulator_switch(void** save, void* load);
@@ -62,10 +63,34 @@ bool is_reverse() {
 }
 const bool reverse = is_reverse();
 
+// where threads count that nobody asks
+std::vector<unsigned> unread_counts;
+
+// Goes on with a thread; what saves where its own stack is goes on when another thread comes back to it.
+void resume(unsigned i, void** save) {
+  Thread& thread = block.threads[i];
+  block.current = i;
+  stretch_counts = (counts_stretches ? thread.stretch_counts : unread_counts).data();
+  thread_index = thread.index;
+  yoso_emulator_switch(save, thread.stack_pointer);
+}
+
+// Lanes take turns, from the first to the last or the other way, and round again. The first that can go on of those
+// that have their turn from a number on, if any can.
+unsigned lanes_of(unsigned warp) { return std::min<unsigned>(block.threads.size() - 32 * warp, 32); }
+std::optional<unsigned> next_of_warp(unsigned warp, unsigned turn) {
+  const unsigned lanes = lanes_of(warp);
+  for (unsigned step = 0; step < lanes; ++step, ++turn) {
+    if (turn >= lanes) turn = 0;
+    const unsigned i = 32 * warp + (reverse ? lanes - 1 - turn : turn);
+    if (!block.threads[i].done && !block.threads[i].waits()) return i;
+  }
+  return std::nullopt;
+}
+
 void run_block() {
   const unsigned count = block_size.x * block_size.y * block_size.z;
   block.threads.assign(count, {});
-  static std::vector<unsigned> unread_counts;
   unread_counts.resize(std::max(unread_counts.size(), block.kernel->stretches.size()));
   if (counts_stretches)
     for (Thread& thread : block.threads) thread.stretch_counts.resize(block.kernel->stretches.size());
@@ -87,27 +112,16 @@ void run_block() {
     block.threads[i].index = {i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
   }
   std::memset(shared_memory, kPoison, block.shared_bytes + kCanaryBytes);
-  // Lets each thread of a warp run until it waits, and returns whether any did.
-  const auto run_warp = [&](unsigned first) {
-    const unsigned lanes = std::min(count - first, 32u);
-    bool ran = false;
-    for (unsigned step = 0; step < lanes; ++step) {
-      const unsigned i = first + (reverse ? lanes - 1 - step : step);
-      Thread& thread = block.threads[i];
-      if (thread.done || thread.waits()) continue;
-      block.current = i;
-      stretch_counts = (counts_stretches ? thread.stretch_counts : unread_counts).data();
-      thread_index = thread.index;
-      yoso_emulator_switch(&block.scheduler, thread.stack_pointer);
-      ran = true;
-    }
-    return ran;
-  };
   while (block.alive > 0) {
     bool ran = false;
-    // a warp goes on for as long as it waits for its own lanes only, while the caches have what is theirs
-    for (size_t step = 0; step < block.warps.size(); ++step)
-      while (run_warp(32 * (reverse ? block.warps.size() - 1 - step : step))) ran = true;
+    for (size_t step = 0; step < block.warps.size(); ++step) {
+      // a warp goes on for as long as it waits for its own lanes only, while the caches have what is theirs
+      const unsigned warp = reverse ? block.warps.size() - 1 - step : step;
+      const std::optional<unsigned> first = next_of_warp(warp, 0);
+      if (!first) continue;
+      resume(*first, &block.scheduler);
+      ran = true;
+    }
     if (!ran) fail("a barrier that not all threads reach");
   }
   for (size_t i = 0; i < kCanaryBytes; ++i)
@@ -134,7 +148,16 @@ void run_blocks(size_t shared_bytes) {
   }
 }
 
-void yield() { yoso_emulator_switch(&block.thread().stack_pointer, block.scheduler); }
+void yield() {
+  void** const save = &block.thread().stack_pointer;
+  const unsigned warp = block.current / 32, turn = reverse ? lanes_of(warp) - 1 - lane() : lane();
+  const std::optional<unsigned> next = next_of_warp(warp, turn + 1);
+  if (next) {
+    resume(*next, save);
+  } else {
+    yoso_emulator_switch(save, block.scheduler);
+  }
+}
 
 void wait_block() {
   wait(block.barrier, block.alive, [] {});
@@ -157,11 +180,6 @@ bool any_of_block(bool x) {
   if (x) block.yes[opened % 2] = opened;
   wait_block();
   return block.yes[opened % 2] == opened;
-}
-
-uint32_t existing_lanes() {
-  const size_t threads = block.threads.size() - block.current / 32 * 32;
-  return threads < 32 ? (1u << threads) - 1 : ~0u;
 }
 
 void wait_warp(uint32_t mask, int operation, void (*opened)()) {

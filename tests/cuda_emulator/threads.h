@@ -52,7 +52,7 @@ struct Warp {
   // What each lane shows the others. All lanes take one and the other by turns, as one may be on its way to the next
   // exchange while others read; some of them take the last.
   uint64_t exchanges = 0;
-  alignas(64) unsigned char slots[3][32][64];
+  uint64_t shown[3][32];
 };
 
 // four warps, which multiply matrices together
@@ -221,31 +221,15 @@ void wait_at(unsigned barrier, unsigned threads, const char* place);
 bool any_of_block(bool x);
 inline unsigned lane() { return block.current % 32; }
 inline Warp& warp() { return block.warps[block.current / 32]; }
-inline Warpgroup& warpgroup() { return block.warpgroups[block.current / kWarpgroup]; }
 // The lanes of the running thread's warp that have a thread, as bits.
-uint32_t existing_lanes();
+inline uint32_t existing_lanes() {
+  const unsigned threads = block_size.x * block_size.y * block_size.z - block.current / 32 * 32;
+  return threads < 32 ? (1u << threads) - 1 : ~0u;
+}
+inline Warpgroup& warpgroup() { return block.warpgroups[block.current / kWarpgroup]; }
 // Waits for the lanes of the mask at an operation, a number of its own in the kernel. Before any goes on, the one that
 // comes last calls opened().
 void wait_warp(uint32_t mask, int operation = kWarpBarrier, void (*opened)() = nullptr);
-
-// What the lanes of a warp show each other, by lane.
-template <class T>
-struct Peers {
-  unsigned char (*slots)[64];
-  const T& operator[](unsigned lane) const { return *reinterpret_cast<const T*>(slots[lane]); }
-};
-// Shows value to the lanes of the mask, and returns f(peers), which may read theirs.
-template <class T, class F>
-auto exchange(uint32_t mask, int operation, const T& value, const F& f) {
-  static_assert(sizeof(T) <= sizeof(Warp::slots[0][0]));
-  const bool all = (mask & existing_lanes()) == existing_lanes();
-  auto* const slots = warp().slots[all ? warp().exchanges % 2 : 2];
-  std::memcpy(slots[lane()], &value, sizeof(T));
-  wait_warp(mask, operation);
-  const auto result = f(Peers<T>{slots});
-  if (!all) wait_warp(mask, operation);
-  return result;
-}
 
 inline void wait_for_launches_before() { block.thread().launches_before_ended = true; }
 // Checks an access to memory, and shows it to the watcher.

@@ -86,6 +86,12 @@ def variable(register: str) -> str:
     return "v_" + register.replace("%", "")
 
 
+def join(parts: list[str], part: str, whole: str) -> str:
+    """One unsigned integer of several, from the lowest bits on, as C++ expressions; part and whole are their types."""
+    bits = int(re.search(r"\d+", part)[0])
+    return " | ".join(f"({whole})({part}){x} << {i * bits}" for i, x in enumerate(parts))
+
+
 class Function:
     """The C++ of one kernel.
 
@@ -124,8 +130,9 @@ class Function:
                 self.statement(" ".join(token["statement"].split()))
 
     def start_stretch(self) -> None:
-        if not self.lines or not self.lines[-1].startswith("count"):
-            self.lines.append(f"count({len(self.stretches)});")
+        if not self.lines or not self.lines[-1].startswith("++"):
+            # always, where nobody reads it too: g++ would take longer for a branch in every stretch
+            self.lines.append(f"++emulator::stretch_counts[{len(self.stretches)}];")
             self.stretches.append(0)
 
     def statement(self, text: str) -> None:
@@ -161,14 +168,14 @@ class Function:
             return f"({kind}){SPECIAL_REGISTERS.get(operand) or self.symbols[operand]}"
         if match := re.fullmatch(r"0[fFdD]((?:[0-9A-Fa-f]{8}){1,2})", operand):
             bits = f"0x{match[1]}ull" if len(match[1]) == 16 else f"0x{match[1]}u"
-            return f"std::bit_cast<{kind}>({bits})"
+            return f"__builtin_bit_cast({kind}, {bits})"
         if re.fullmatch(r"-?(0[xX][0-9A-Fa-f]+|\d+)U?", operand):
             return f"({kind})({operand.rstrip('U')}ull)" if kind != "bool" else str(int(operand, 0) != 0).lower()
         if self.types[operand] == kind:
             return variable(operand)
         if "int" in self.types[operand] and "int" in kind:
             return f"({kind}){variable(operand)}"
-        return f"std::bit_cast<{kind}>({variable(operand)})"
+        return f"__builtin_bit_cast({kind}, {variable(operand)})"
 
     def assign(self, register: str, expression: str, kind: str) -> str:
         """Set a register to an expression of a C++ type; a narrower number keeps its value."""
@@ -178,7 +185,7 @@ class Function:
             return f"{variable(register)} = {expression};"
         if "int" in self.types[register] and "int" in kind:
             return f"{variable(register)} = ({kind})({expression});"
-        return f"{variable(register)} = std::bit_cast<{self.types[register]}>(({kind})({expression}));"
+        return f"{variable(register)} = __builtin_bit_cast({self.types[register]}, ({kind})({expression}));"
 
     def memory(self, operand: str, space: str, access: str, kind: str, count: int) -> str:
         """A pointer to `count` numbers of a C++ type."""
@@ -251,6 +258,8 @@ class Function:
             function = "fused_multiply_add_down"
         elif not {*modifiers[:-1]} <= {"rn", "approx", "ftz"}:
             return None
+        elif name == "fma" and kind in ("float", "double"):
+            function = "__builtin_fmaf" if kind == "float" else "__builtin_fma"
         result = "uint32_t" if name in ("popc", "clz") else kind
         arguments = [self.value(operand, kind) for operand in operands[1:]]
         if "ftz" in modifiers:
@@ -271,7 +280,7 @@ class Function:
             return self.assign(to, self.value(source, kind), kind)
         part = f"uint{int(modifiers[-1][1:]) // len(parts)}_t"
         if source.startswith("{"):
-            return self.assign(to, f"join<{kind}, {part}>({self.values(parts, part)})", kind)
+            return self.assign(to, join([self.value(x, part) for x in parts], part, kind), kind)
         return self.set_from(f"parts<{part}>({self.value(source, kind)})", parts, part)
 
     def cvta_instruction(self, modifiers: list[str], operands: list[str]) -> str:
@@ -290,9 +299,12 @@ class Function:
         if to.endswith("x2"):
             # the first is the upper half
             halves = [f"convert<{TYPES[to[:-2]]}, {rounding}>({self.value(x, TYPES[source])})" for x in operands[1:]]
-            return self.assign(operands[0], f"join<uint32_t, uint16_t>({halves[1]}, {halves[0]})", "uint32_t")
+            return self.assign(operands[0], join(halves[::-1], "uint16_t", "uint32_t"), "uint32_t")
         stored = {"f16": "uint16_t", "bf16": "uint16_t"}.get(to, TYPES[to])
         x = self.value(operands[1], TYPES[source])
+        is_cast = {to, source}.isdisjoint(("f16", "bf16")) and rounding in ("Rounding::none", "Rounding::rn")
+        if is_cast and (source[0] != "f" or to[0] == "f"):
+            return self.assign(operands[0], f"({TYPES[to]}){x}", stored)
         return self.assign(operands[0], f"convert<{TYPES[to]}, {rounding}>({x})", stored)
 
     def setp_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
@@ -330,8 +342,10 @@ class Function:
 
     def shift(self, function: str, modifiers: list[str], operands: list[str]) -> str:
         kind = TYPES[modifiers[-1]]
-        x, by = self.value(operands[1], kind), self.value(operands[2], "uint32_t")
-        return self.assign(operands[0], f"{function}<{kind}>({x}, {by})", kind)
+        x, by = self.value(operands[1], kind), operands[2]
+        if by.isdecimal() and int(by) < int(modifiers[-1][1:]):
+            return self.assign(operands[0], f"{x} {'<<' if function == 'shift_left' else '>>'} {by}", kind)
+        return self.assign(operands[0], f"{function}<{kind}>({x}, {self.value(by, 'uint32_t')})", kind)
 
     def shl_instruction(self, modifiers: list[str], operands: list[str]) -> str:
         return self.shift("shift_left", modifiers, operands)
@@ -401,11 +415,11 @@ class Function:
         sets = self.assign(to, "result.value", "uint32_t")
         if valid:
             sets += self.assign(valid, "result.valid", "bool")
-        return f"{{ const auto result = shuffle<Shuffle::{modifiers[1]}>({arguments}); {sets} }}"
+        return f"{{ const auto result = emulator::shuffle(emulator::Shuffle::{modifiers[1]}, {arguments}); {sets} }}"
 
     def vote_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
         lanes = self.value(operands[2], "uint32_t")
-        call = f"ballot({self.value(operands[1], 'bool')}, {lanes}, {self.meeting()})"
+        call = f"emulator::ballot({self.value(operands[1], 'bool')}, {lanes}, {self.meeting()})"
         return self.assign(operands[0], call, "uint32_t") if modifiers == ["sync", "ballot", "b32"] else None
 
     def ldmatrix_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
@@ -413,7 +427,8 @@ class Function:
             return None
         row = self.memory(operands[1], "shared", "kRead", "uint16_t", 8)
         transposed = str("trans" in modifiers).lower()
-        return self.set_from(f"load_matrices<{transposed}>({row}, {self.meeting()})", vector(operands[0]), "uint32_t")
+        call = f"emulator::load_matrices({transposed}, {row}, {self.meeting()})"
+        return self.set_from(call, vector(operands[0]), "uint32_t")
 
     def mma_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
         *shape, result, left, right, added = modifiers
@@ -423,7 +438,7 @@ class Function:
             f"{{{self.values(vector(operand), kind)}}}"
             for operand, kind in zip(operands[1:], ("uint32_t", "uint32_t", "float"), strict=True)
         )
-        call = f"multiply_matrices<{TYPES[left]}>({a}, {b}, {c}, {self.meeting()})"
+        call = f"emulator::multiply_in_warp(emulator::Format::{left}, {a}, {b}, {c}, {self.meeting()})"
         return self.set_from(call, vector(operands[0]), "float")
 
     def wgmma_instruction(self, modifiers: list[str], operands: list[str]) -> str | None:
