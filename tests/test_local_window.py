@@ -400,5 +400,5 @@ def test_bad_windows_are_refused(window, length, message):
 @pytest.mark.parametrize("path", [pytest.param("compiled", marks=needs_kernels), "reference"])
 def test_memory_is_linear(path):
     environment = {"YOSO_REFERENCE": "1"} if path == "reference" else {}
-    half, full = (peak_memory(rows, "num_hash=1, local_window=64", environment) for rows in (16384, 32768))
+    half, full = peak_memory([16384, 32768], "num_hash=1, local_window=64", environment)
     assert full < 2.2 * half
