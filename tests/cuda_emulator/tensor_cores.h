@@ -19,8 +19,8 @@ std::array<float, 4> multiply_in_warp(Format format, const std::array<uint32_t, 
                                       int operation);
 
 // d = a b, or d += a b, by the threads of a warpgroup: a is 64 x 16, b has as many columns as the product. d[4 j + r]
-// of warp w is element (16 w + lane / 4 + 8 (r / 2), 8 j + 2 (lane % 4) + r % 2); a's registers, if it lies in them, are
-// those of mma.m16n8k16 for rows 16 w..16 w + 15.
+// of warp w is element (16 w + lane / 4 + 8 (r / 2), 8 j + 2 (lane % 4) + r % 2); a's registers, if it lies in them,
+// are those of mma.m16n8k16 for rows 16 w..16 w + 15.
 void multiply_in_warpgroup(const Product& product, const uint32_t* a, float* d, int operation);
 // What wgmma.commit_group and wait_group do, the latter for all groups but the newest.
 void commit_products();
