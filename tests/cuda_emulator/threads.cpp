@@ -66,7 +66,7 @@ const bool reverse = is_reverse();
 // where threads count that nobody asks
 std::vector<unsigned> unread_counts;
 
-// Goes on with a thread; what saves where its own stack is goes on when another thread comes back to it.
+// Goes on with a thread. The caller's stack is kept in `save`: whoever takes it up again returns from here.
 void resume(unsigned i, void** save) {
   Thread& thread = block.threads[i];
   block.current = i;
@@ -75,9 +75,9 @@ void resume(unsigned i, void** save) {
   yoso_emulator_switch(save, thread.stack_pointer);
 }
 
+unsigned lanes_of(unsigned warp) { return std::min<unsigned>(block.threads.size() - 32 * warp, 32); }
 // Lanes take turns, from the first to the last or the other way, and round again. The first that can go on of those
 // that have their turn from a number on, if any can.
-unsigned lanes_of(unsigned warp) { return std::min<unsigned>(block.threads.size() - 32 * warp, 32); }
 std::optional<unsigned> next_of_warp(unsigned warp, unsigned turn) {
   const unsigned lanes = lanes_of(warp);
   for (unsigned step = 0; step < lanes; ++step, ++turn) {
